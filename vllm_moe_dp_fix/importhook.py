@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls back when a module has been imported, also where that import is already under way."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from types import ModuleType
+
+Callback = Callable[[ModuleType], None]
+
+
+def when_imported(name: str, callback: Callback) -> None:
+    """Calls ``callback(module)`` once ``name`` is imported; at once where it already is."""
+    module = sys.modules.get(name)
+    if module is not None and _is_half_imported(module):
+        _HalfImported.add(name, callback)
+        return
+    from wrapt.importer import register_post_import_hook
+
+    register_post_import_hook(callback, name)
+
+
+def _is_half_imported(module: ModuleType) -> bool:
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
+class _HalfImported(MetaPathFinder):
+    """Waits for modules whose import had begun before us; looks again at every later import."""
+
+    _waiting: tuple[tuple[str, Callback], ...] = ()
+    _instance: _HalfImported | None = None
+
+    @classmethod
+    def add(cls, name: str, callback: Callback) -> None:
+        cls._waiting += ((name, callback),)
+        if cls._instance is None:
+            cls._instance = cls()
+            sys.meta_path.insert(0, cls._instance)
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        cls = type(self)
+        waiting, cls._waiting = cls._waiting, ()
+        for name, callback in waiting:
+            when_imported(name, callback)
+        if not cls._waiting and cls._instance is not None:
+            sys.meta_path.remove(cls._instance)
+            cls._instance = None

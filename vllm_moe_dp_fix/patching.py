@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replaces functions so that it can be seen and taken back."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import dataclass, field
+from types import FunctionType, ModuleType
+from typing import Any
+
+from vllm_moe_dp_fix.records import Patch
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Target:
+    """A function that can be replaced: ``owner.name`` is ``function``."""
+
+    path: str
+    owner: Any
+    name: str
+    function: Any
+    module: ModuleType
+
+    @property
+    def signature(self) -> str:
+        """The parameter names, or '' where the object has none."""
+        if not isinstance(self.function, FunctionType):
+            return ""
+        return ", ".join(inspect.signature(self.function).parameters)
+
+    @property
+    def foreign_owner(self) -> str | None:
+        """The module that put its own function here before us, or None."""
+        return _foreign(self.function, self.owner, self.module)
+
+
+def find(patch: Patch, module: ModuleType) -> Target | None:
+    """The first of the patch's targets that exists in ``module``."""
+    for path in patch.targets:
+        owner: Any = module
+        *parents, name = path.split(".")
+        for parent in parents:
+            owner = getattr(owner, parent, None)
+        function = getattr(owner, name, None)
+        if function is not None:
+            return Target(path, owner, name, function, module)
+    return None
+
+
+@dataclass
+class Replacement:
+    """One function in place of another, with what is needed to take it back."""
+
+    target: Target
+    function: FunctionType
+    previous: object
+    rebound: list[tuple[ModuleType, str]] = field(default_factory=list)
+
+    def undo(self) -> str | None:
+        """Takes the function back where it is still ours; else says who holds the place."""
+        owner, name = self.target.owner, self.target.name
+        for importer, alias in self.rebound:
+            if vars(importer).get(alias) is self.function:
+                setattr(importer, alias, self.target.function)
+        held = vars(owner).get(name)
+        if held is not self.function:
+            holder = _foreign(held, owner, self.target.module) or "someone else"
+            return f"{self.target.path} is held by {holder} now and was left as it is"
+        if self.previous is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, self.previous)
+        return None
+
+
+def replace(patch: Patch, target: Target) -> Replacement:
+    """Puts the patch's function in the target's place and in every module that imported it."""
+    function = patch.wrap(target.function, target.module)
+    replacement = Replacement(target, function, vars(target.owner).get(target.name, _ABSENT))
+    if target.owner is target.module:
+        replacement.rebound = _importers(target)
+    setattr(target.owner, target.name, function)
+    for importer, alias in replacement.rebound:
+        setattr(importer, alias, function)
+    return replacement
+
+
+def _importers(target: Target) -> list[tuple[ModuleType, str]]:
+    return [
+        (module, alias)
+        for module in list(sys.modules.values())
+        if isinstance(module, ModuleType) and module is not target.module
+        for alias, value in list(vars(module).items())
+        if value is target.function
+    ]
+
+
+def _foreign(function: object, owner: object, module: ModuleType) -> str | None:
+    """The module a function comes from, where it is none of vLLM's own definition."""
+    if not isinstance(function, FunctionType):
+        return repr(function)
+    home = function.__globals__.get("__name__", "")
+    classes = inspect.getmro(owner) if inspect.isclass(owner) else ()
+    if home == module.__name__ or home in {cls.__module__ for cls in classes}:
+        return None
+    return f"{home} ({function.__code__.co_filename})"

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a fix is, and what can become of it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
+
+
+class Outcome(enum.Enum):
+    """What became of a fault in this process, in the order in which it is decided."""
+
+    SWITCHED_OFF = "switched_off"
+    NOT_AFFECTED = "not_affected"
+    TARGET_MISSING = "target_missing"
+    SIGNATURE_UNKNOWN = "signature_unknown"
+    PROBE_FAILED = "probe_failed"
+    HEALTHY = "healthy"
+    DID_NOT_TAKE = "did_not_take"
+    APPLIED = "applied"
+
+    @property
+    def is_failure(self) -> bool:
+        """The fault may be there, and the fix could not be applied."""
+        return self in _FAILURES
+
+
+_FAILURES = frozenset(
+    {
+        Outcome.TARGET_MISSING,
+        Outcome.SIGNATURE_UNKNOWN,
+        Outcome.PROBE_FAILED,
+        Outcome.DID_NOT_TAKE,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """An outcome and why; ``note`` is said in any case: with whom a function is shared."""
+
+    outcome: Outcome
+    reason: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault of vLLM.
+
+    Attributes:
+        id: Row of the release table (``releases.AFFECTED``).
+        summary: What a user meets.
+        upstream: Issues and pull requests of vLLM about it.
+        removable: When the fix can go.
+        probe: Runs vLLM's code on a tiny input on the CPU. Takes the repaired module and returns
+            the symptom, or None where the behaviour is right. Starts no collective and touches
+            no device.
+    """
+
+    id: str
+    summary: str
+    upstream: tuple[str, ...]
+    removable: str
+    probe: Callable[[ModuleType], str | None]
+
+
+@dataclass(frozen=True)
+class Patch:
+    """Replaces one function.
+
+    Attributes:
+        targets: Attribute paths in the repair's module; the first that exists is replaced.
+        wrap: Takes the original function and its module, returns the replacement.
+    """
+
+    targets: tuple[str, ...]
+    wrap: Callable[[FunctionType, ModuleType], FunctionType]
+
+
+@dataclass(frozen=True)
+class Repair:
+    """Patches of one module that go in and out together, and the faults they cure."""
+
+    module: str
+    faults: tuple[Fault, ...]
+    patches: tuple[Patch, ...]
+
+
+@dataclass(frozen=True)
+class Fix:
+    """What a user selects: an entry point, and the repairs behind it."""
+
+    id: str
+    summary: str
+    repairs: tuple[Repair, ...]
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        return tuple(fault for repair in self.repairs for fault in repair.faults)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(repair.module for repair in self.repairs))

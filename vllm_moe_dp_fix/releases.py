@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All version knowledge: which releases were tested, which have which fault, which signatures.
+
+A new vLLM release is added here, and nowhere else, after the tests ran against it.
+"""
+
+from __future__ import annotations
+
+RELEASES = (
+    *("0.19.0", "0.19.1"),
+    *("0.20.0", "0.20.1", "0.20.2"),
+    *("0.21.0", "0.22.0", "0.22.1", "0.23.0", "0.24.0"),
+    *("0.25.0", "0.25.1", "0.26.0", "0.27.0", "0.27.1"),
+    *("0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
+)
+
+# fault -> releases that have it (PEP 440), among RELEASES
+AFFECTED = {
+    "F1a": ">=0.19.0,<=0.33.0",  # a one-element activation scale is gathered like a row a token
+    "F1b": ">=0.19.0,<=0.22.1",  # a 0-dim static scale is lost in dispatch
+    "F1c": ">=0.19.0,<=0.33.0",  # MXFP8 scales keep the row-major layout after dispatch
+    "F2a": ">=0.19.0,<=0.33.0",  # all_gatherv leaves the NCCL group open
+    "F2b": ">=0.19.0,<=0.33.0",  # all_gatherv checks nothing where the sizes are equal
+    "F2c": ">=0.19.0,<=0.33.0",  # reduce_scatterv: bare asserts
+    "F2d": ">=0.20.0,<=0.33.0",  # no all_gatherv/reduce_scatterv on CPU (0.19 broadcasts instead)
+}
+
+# target -> parameter lists seen in RELEASES; anything else is not touched
+SIGNATURES = {
+    "MoEPrepareAndFinalizeNaiveDPEPModular.prepare": {
+        "self, a1, topk_weights, topk_ids, num_experts, expert_map, "
+        "apply_router_weight_on_input, quant_config, defer_input_quant",
+    },
+    "MoEPrepareAndFinalizeNaiveDPEPMonolithic.prepare": {
+        "self, a1, router_logits, quant_config, defer_input_quant",
+    },
+    "_unwrap_scale_and_prepare_for_moe": {"scales, quant_config"},
+    "CudaCommunicator.all_gatherv": {"self, input_, dim, sizes"},
+    "CudaCommunicator.reduce_scatterv": {"self, input_, dim, sizes"},  # to 0.31.0
+    "CudaCommunicator._reduce_scatterv": {"self, input_, dim, sizes, output"},  # from 0.32.0
+    "CpuCommunicator.all_gatherv": {"self, input_, dim, sizes"},
+    "CpuCommunicator.reduce_scatterv": {"self, input_, dim, sizes"},
+}

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings, all by environment variable."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PREFIX = "VLLM_MOE_DP_FIX_"
+DISABLE = PREFIX + "DISABLE"
+STRICT = PREFIX + "STRICT"
+FP8_DISPATCH = PREFIX + "FP8_DISPATCH"
+
+_NAMES = (DISABLE, STRICT, FP8_DISPATCH)
+_BOOLEANS = {"": False, "0": False, "false": False, "1": True, "true": True}
+FP8_DISPATCH_CHOICES = ("quantize_after_gather", "shared_scale")
+
+
+class SettingsError(ValueError):
+    """A setting that cannot be understood, under ``VLLM_MOE_DP_FIX_STRICT=1``."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of this process.
+
+    Attributes:
+        disabled: Ids of the fixes that are switched off.
+        strict: A fix that is needed and cannot be applied stops the process.
+        problems: What could not be understood, in words, naming the value.
+    """
+
+    disabled: frozenset[str] = frozenset()
+    strict: bool = False
+    problems: tuple[str, ...] = ()
+
+
+def read(fix_ids: tuple[str, ...], environ: Mapping[str, str] = os.environ) -> Settings:
+    """Reads the settings; what it cannot understand is named in ``Settings.problems``."""
+    problems = [
+        f"{name} is no setting; known: {', '.join(_NAMES)}"
+        for name in sorted(environ)
+        if name.startswith(PREFIX) and name not in _NAMES
+    ]
+
+    named = [part.strip() for part in environ.get(DISABLE, "").split(",") if part.strip()]
+    known = {"all", *fix_ids}
+    problems += [
+        f"{DISABLE}={word!r} names no fix; known: all, {', '.join(fix_ids)}"
+        for word in named
+        if word not in known
+    ]
+    disabled = frozenset(fix_ids if "all" in named else (w for w in named if w in known))
+
+    raw = environ.get(STRICT, "").strip().lower()
+    if raw not in _BOOLEANS:
+        problems.append(f"{STRICT}={raw!r} is neither 1 nor 0; taken as 0")
+
+    choice = environ.get(FP8_DISPATCH, "").strip()
+    if choice and choice not in FP8_DISPATCH_CHOICES:
+        problems.append(
+            f"{FP8_DISPATCH}={choice!r} is unknown; known: {', '.join(FP8_DISPATCH_CHOICES)}; "
+            f"taken as {FP8_DISPATCH_CHOICES[0]}"
+        )
+
+    return Settings(disabled, _BOOLEANS.get(raw, False), tuple(problems))
+
+
+def fp8_dispatch(environ: Mapping[str, str] = os.environ) -> str:
+    """How dynamic per-tensor FP8 activations travel. Must be equal on all ranks.
+
+    ``quantize_after_gather`` (default) gathers the rows as they are and quantizes them together;
+    ``shared_scale`` takes the maximum of the ranks' scales first and gathers FP8. Both give the
+    same bits.
+    """
+    choice = environ.get(FP8_DISPATCH, "").strip()
+    return choice if choice in FP8_DISPATCH_CHOICES else FP8_DISPATCH_CHOICES[0]
