@@ -26,6 +26,10 @@ class Outcome(enum.Enum):
         """The fault may be there, and the fix could not be applied."""
         return self in _FAILURES
 
+    @property
+    def words(self) -> str:
+        return _WORDS[self]
+
 
 _FAILURES = frozenset(
     {
@@ -35,6 +39,16 @@ _FAILURES = frozenset(
         Outcome.DID_NOT_TAKE,
     }
 )
+_WORDS = {
+    Outcome.SWITCHED_OFF: "switched off",
+    Outcome.NOT_AFFECTED: "not in this release",
+    Outcome.TARGET_MISSING: "cannot be applied",
+    Outcome.SIGNATURE_UNKNOWN: "cannot be applied",
+    Outcome.PROBE_FAILED: "cannot be judged",
+    Outcome.HEALTHY: "not needed, already right",
+    Outcome.DID_NOT_TAKE: "did not take",
+    Outcome.APPLIED: "applied",
+}
 
 
 @dataclass(frozen=True)
@@ -104,3 +118,15 @@ class Fix:
     @property
     def modules(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(repair.module for repair in self.repairs))
+
+
+def summarize(fix: Fix, by_fault: dict[str, Verdict]) -> Verdict | None:
+    """One verdict for a fix: a failure first, then what was applied; None while one is missing."""
+    found = [by_fault[fault.id] for fault in fix.faults if fault.id in by_fault]
+    if len(found) < len(fix.faults):
+        return None
+    failures = [verdict.outcome for verdict in found if verdict.outcome.is_failure]
+    order = (Outcome.SWITCHED_OFF, Outcome.APPLIED, Outcome.HEALTHY, Outcome.NOT_AFFECTED)
+    outcome = failures[0] if failures else min((v.outcome for v in found), key=order.index)
+    reasons = dict.fromkeys(v.reason for v in found if v.outcome is outcome)
+    return Verdict(outcome, "; ".join(reasons))

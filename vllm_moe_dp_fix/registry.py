@@ -1,9 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All fixes, by id."""
+"""All fixes, and the modules of vLLM that each one repairs.
+
+A fix's record lies in ``fixes/<id>.py`` and is loaded when one of its modules is imported, so that
+the entry points stay light.
+"""
 
 from __future__ import annotations
 
-from vllm_moe_dp_fix.fixes import moe_dp_all_gather, moe_dp_dispatch
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-FIXES = {fix.id: fix for fix in (moe_dp_dispatch.FIX, moe_dp_all_gather.FIX)}
-FIX_IDS = tuple(FIXES)
+if TYPE_CHECKING:
+    from vllm_moe_dp_fix.records import Fix
+
+NAIVE_DP_EP = "vllm.model_executor.layers.fused_moe.prepare_finalize.naive_dp_ep"
+CUDA_COMMUNICATOR = "vllm.distributed.device_communicators.cuda_communicator"
+CPU_COMMUNICATOR = "vllm.distributed.device_communicators.cpu_communicator"
+
+MODULES = {
+    "moe_dp_dispatch": (NAIVE_DP_EP,),
+    "moe_dp_all_gather": (CUDA_COMMUNICATOR, CPU_COMMUNICATOR),
+}
+FIX_IDS = tuple(MODULES)
+
+
+def load(fix_id: str) -> Fix:
+    """The record of a fix."""
+    if fix_id not in MODULES:
+        raise KeyError(f"{fix_id!r} is no fix; known: {', '.join(FIX_IDS)}")
+    fix: Fix = import_module(f"vllm_moe_dp_fix.fixes.{fix_id}").FIX
+    return fix

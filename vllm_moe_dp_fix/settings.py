@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 PREFIX = "VLLM_MOE_DP_FIX_"
 DISABLE = PREFIX + "DISABLE"
@@ -21,8 +21,7 @@ class SettingsError(ValueError):
     """A setting that cannot be understood, under ``VLLM_MOE_DP_FIX_STRICT=1``."""
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """The settings of this process.
 
     Attributes:

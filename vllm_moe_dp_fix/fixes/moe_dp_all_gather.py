@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from vllm_moe_dp_fix.fixes._probing import overridden
 from vllm_moe_dp_fix.records import Fault, Fix, Patch, Repair
+from vllm_moe_dp_fix.registry import CPU_COMMUNICATOR, CUDA_COMMUNICATOR
 
 if TYPE_CHECKING:
     import torch
 
     Tensor: TypeAlias = torch.Tensor
-
-_CUDA = "vllm.distributed.device_communicators.cuda_communicator"
-_CPU = "vllm.distributed.device_communicators.cpu_communicator"
 
 
 # --- checks ---------------------------------------------------------------------------------
@@ -39,8 +37,9 @@ def check_gather(communicator: Any, tensors: Sequence[Tensor], sizes: list[int] 
     if len(sizes) != communicator.world_size:
         _refuse("all_gatherv", communicator, f"{len(sizes)} sizes {sizes}", "one size a rank")
     rows = sizes[communicator.rank_in_group]
-    for index, tensor in enumerate(tensors):
-        if tensor.ndim == 0 or tensor.shape[0] != rows:
+    for tensor in tensors:
+        if tensor.ndim == 0 or tensor.size(0) != rows:
+            index = next(i for i, candidate in enumerate(tensors) if candidate is tensor)
             _refuse(
                 "all_gatherv",
                 communicator,
@@ -371,7 +370,7 @@ FIX = Fix(
     summary="all_gatherv and reduce_scatterv on CUDA and CPU",
     repairs=(
         Repair(
-            module=_CUDA,
+            module=CUDA_COMMUNICATOR,
             faults=(F2A, F2B, F2C),
             patches=(
                 Patch(("CudaCommunicator.all_gatherv",), _wrap_cuda_all_gatherv),
@@ -382,7 +381,7 @@ FIX = Fix(
             ),
         ),
         Repair(
-            module=_CPU,
+            module=CPU_COMMUNICATOR,
             faults=(F2D,),
             patches=(
                 Patch(("CpuCommunicator.all_gatherv",), _wrap_cpu_all_gatherv),

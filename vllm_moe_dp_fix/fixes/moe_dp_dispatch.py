@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from vllm_moe_dp_fix import settings
 from vllm_moe_dp_fix.fixes._probing import overridden
 from vllm_moe_dp_fix.records import Fault, Fix, Patch, Repair
+from vllm_moe_dp_fix.registry import NAIVE_DP_EP
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     Tensor: TypeAlias = torch.Tensor
     Gather: TypeAlias = Callable[[Tensor], tuple[Any, ...]]
 
-_MODULE = "vllm.model_executor.layers.fused_moe.prepare_finalize.naive_dp_ep"
 _MODULAR = "MoEPrepareAndFinalizeNaiveDPEPModular"
 _MONOLITHIC = "MoEPrepareAndFinalizeNaiveDPEPMonolithic"
 
@@ -332,7 +332,7 @@ FIX = Fix(
     summary="Quantized activations through the MoE dispatch",
     repairs=(
         Repair(
-            module=_MODULE,
+            module=NAIVE_DP_EP,
             faults=(F1A, F1B),
             patches=(
                 Patch((f"{_MODULAR}.prepare",), _wrap_modular),
@@ -340,7 +340,7 @@ FIX = Fix(
             ),
         ),
         Repair(
-            module=_MODULE,
+            module=NAIVE_DP_EP,
             faults=(F1C,),
             patches=(Patch(("_unwrap_scale_and_prepare_for_moe",), _wrap_unwrap_scale),),
         ),

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``vllm-moe-dp-fix``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_moe_dp_fix import __version__
+from vllm_moe_dp_fix.records import Outcome
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="vllm-moe-dp-fix",
+        description="Repairs MoE serving under data parallelism in an installed vLLM.",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    status = commands.add_parser(
+        "status",
+        help="show what each fix does in this environment",
+        description="Exit code: 0 where all that is needed can be applied, 1 where something "
+        "cannot, 2 without vLLM.",
+    )
+    status.add_argument("--json", action="store_true", help="print the report as JSON")
+    arguments = parser.parse_args(argv)
+    return _status(arguments.json)
+
+
+def _status(as_json: bool) -> int:
+    from vllm_moe_dp_fix.status import collect
+
+    status = collect()
+    if as_json:
+        json.dump(status.document, sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    else:
+        _print_table(status.document)
+    return status.exit_code
+
+
+def _print_table(document: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    vllm = document["vllm"]
+    if vllm is not None:
+        distribution = ", ".join(vllm["distribution"] or ["no distribution"])
+        tested = "tested release" if vllm["tested"] else "not a tested release"
+        console.print(
+            f"vLLM {vllm['version']} ({distribution}, platform {vllm['platform']}, {tested})",
+            highlight=False,
+        )
+        console.print(vllm["path"], style="dim", highlight=False)
+    table = Table("Fix", "Fault", "What it is", "Here", "Why")
+    for fix in document["fixes"]:
+        for index, fault in enumerate(fix["faults"]):
+            outcome = Outcome(fault["outcome"])
+            table.add_row(
+                Text(fix["id"] if index == 0 else "", "bold"),
+                fault["id"],
+                Text(fault["summary"]),
+                Text(outcome.words, _style(outcome)),
+                Text(fault["reason"]),
+                end_section=index == len(fix["faults"]) - 1,
+            )
+    if vllm is not None:
+        console.print(table)
+    for problem in document["problems"]:
+        console.print(f"! {problem}", style="yellow", highlight=False)
+
+
+def _style(outcome: Outcome) -> str:
+    if outcome.is_failure:
+        return "red"
+    styles = {Outcome.APPLIED: "green", Outcome.HEALTHY: "green", Outcome.SWITCHED_OFF: "yellow"}
+    return styles.get(outcome, "dim")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
