@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Makes the source lane: one environment, and the Python source of every vLLM release.
+# Prints the environment's python. What is there already is kept.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cache=${XDG_CACHE_HOME:-$HOME/.cache}/vllm-moe-dp-fix
+lane=$cache/source-lane
+requirements=$root/tests/source/requirements.txt
+python=${PYTHON:-python3}
+
+say() { echo "source lane: $*" >&2; }
+quietly() { "$@" >"$cache/source-lane.log" 2>&1 || { cat "$cache/source-lane.log" >&2; exit 1; }; }
+
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+  { say "$python is older than Python 3.10; set PYTHON"; exit 1; }
+
+mkdir -p "$cache"
+stamp=$lane/.stamp
+wanted=$("$python" -V | cut -d. -f1,2)\ $(sha256sum "$requirements" "${BASH_SOURCE[0]}" | sha256sum)
+if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+  say "making the environment (about a minute)"
+  rm -f "$stamp"
+  "$python" -m venv --clear "$lane"
+  quietly "$lane/bin/python" -m pip install --disable-pip-version-check -r "$requirements"
+  quietly "$lane/bin/python" -m pip uninstall -y triton
+  echo "$wanted" >"$stamp"
+fi
+quietly "$lane/bin/python" -m pip install --disable-pip-version-check --no-deps -e "$root"
+"$lane/bin/python" "$root/scripts/fetch_vllm.py" "$cache/sources"
+echo "$lane/bin/python"

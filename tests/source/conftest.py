@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the driver once a release, and prints what was found as a table."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_moe_dp_fix.registry import FIX_IDS, load
+from vllm_moe_dp_fix.releases import RELEASES
+
+HERE = Path(__file__).parent
+SOURCES = (
+    Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-moe-dp-fix" / "sources"
+)
+DRIVER_TIMEOUT_S = 600
+_cells = pytest.StashKey[dict[tuple[str, str], bool]]()
+
+Report = dict[str, Any]
+
+
+def _drive(release: str, output: Path) -> Report:
+    tree = SOURCES / f"vllm-{release}"
+    if not tree.is_dir():
+        raise FileNotFoundError(f"{tree} is missing; scripts/source_lane.sh brings it")
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(tree),
+        "OMP_NUM_THREADS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    run = subprocess.run(
+        [sys.executable, str(HERE / "driver.py"), str(output)],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DRIVER_TIMEOUT_S,
+    )
+    if run.returncode != 0:
+        raise RuntimeError(f"driver on vLLM {release}:\n{run.stdout[-4000:]}")
+    report: Report = json.loads(output.read_text())
+    return report
+
+
+@pytest.fixture(scope="session")
+def report_of(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Report]]:
+    """The driver's report on a release; the releases that were asked for run two at a time."""
+    asked = {cell.args[0] for item in request.session.items for cell in item.iter_markers("cell")}
+    folder = tmp_path_factory.mktemp("reports")
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        reports: dict[str, Future[Report]] = {
+            release: pool.submit(_drive, release, folder / f"{release}.json")
+            for release in RELEASES
+            if release in asked
+        }
+        yield lambda release: reports[release].result()
+        pool.shutdown(cancel_futures=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_cells] = {}
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    outcome: Any = yield
+    report = outcome.get_result()
+    if report.when == "call" or report.failed:
+        cells = item.config.stash[_cells]
+        for cell in item.iter_markers("cell"):
+            cells[cell.args] = cells.get(cell.args, True) and report.passed
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    cells = config.stash[_cells]
+    if not cells:
+        return
+    from vllm_moe_dp_fix.host import Host
+    from vllm_moe_dp_fix.releases import AFFECTED
+
+    terminalreporter.section("vLLM release and fault")
+    terminalreporter.write_line(
+        "cured: shown without the fix, gone with it · absent: not in this release, and not patched"
+    )
+    faults = [(fix_id, fault.id) for fix_id in FIX_IDS for fault in load(fix_id).faults]
+    terminalreporter.write_line(" " * 8 + "".join(f"{fault_id:>9}" for _, fault_id in faults))
+    holes = 0
+    for release in RELEASES:
+        line = f"{release:<8}"
+        for _, fault_id in faults:
+            passed = cells.get((release, fault_id))
+            holes += passed is None
+            right = "cured" if Host.of(release).is_affected(AFFECTED[fault_id]) else "absent"
+            line += f"{right if passed else 'HOLE' if passed is None else 'WRONG':>9}"
+        terminalreporter.write_line(line)
+    fixes = {fix_id: [f for i, f in faults if i == fix_id] for fix_id in FIX_IDS}
+    for fix_id, ids in fixes.items():
+        terminalreporter.write_line(f"{fix_id}: {', '.join(ids)}")
+    terminalreporter.write_line(f"holes: {holes}")

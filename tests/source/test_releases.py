@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every release: each fault is shown without the plugin and gone with it.
+
+The driver runs vLLM's own code on several ranks; here its report is judged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from driver import CHECKS, is_in
+
+from vllm_moe_dp_fix.host import Host
+from vllm_moe_dp_fix.registry import FIX_IDS, load
+from vllm_moe_dp_fix.releases import AFFECTED, RELEASES
+
+FAULTS = [fault.id for fix_id in FIX_IDS for fault in load(fix_id).faults]
+Report = dict[str, Any]
+
+
+def _is_affected(release: str, fault: str) -> bool:
+    return bool(Host.of(release).is_affected(AFFECTED[fault]))
+
+
+def _cases() -> Iterator[Any]:
+    for release in RELEASES:
+        for name, check in CHECKS.items():
+            if is_in(check, release):
+                # What must not change counts for all faults of the fix.
+                faults = [check.fault] if check.fault else [f.id for f in load(check.fix).faults]
+                marks = [pytest.mark.cell(release, fault) for fault in faults]
+                yield pytest.param(release, name, marks=marks, id=f"{release}-{name}")
+
+
+@pytest.mark.parametrize(("release", "name"), _cases())
+def test_behaviour(release: str, name: str, report_of: Callable[[str], Report]) -> None:
+    check = CHECKS[name]
+    found = report_of(release)["checks"][name]
+    if check.fault and _is_affected(release, check.fault):
+        assert found["without"], "the fault does not show without the plugin"
+        for line in found["without"]:
+            assert re.search(check.shows, line), f"another symptom than {check.shows!r}"
+    else:
+        assert found["without"] == []
+    assert found["with"] == []
+
+
+@pytest.mark.parametrize(
+    ("release", "fault"),
+    [
+        pytest.param(release, fault, marks=pytest.mark.cell(release, fault))
+        for release in RELEASES
+        for fault in FAULTS
+    ],
+)
+def test_verdict(release: str, fault: str, report_of: Callable[[str], Report]) -> None:
+    """The fix is applied exactly where the table says."""
+    outcome, reason = report_of(release)["verdicts"][fault]
+    want = "applied" if _is_affected(release, fault) else "not_affected"
+    assert outcome == want, reason
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_is_checked(release: str, fault: str) -> None:
+    """No fault goes without a check in any release."""
+    assert any(check.fault == fault and is_in(check, release) for check in CHECKS.values())
