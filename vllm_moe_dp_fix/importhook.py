@@ -27,23 +27,26 @@ def _is_half_imported(module: ModuleType) -> bool:
 
 
 class _HalfImported(MetaPathFinder):
-    """Waits for modules whose import had begun before us; looks again at every later import."""
+    """Waits for modules whose import had begun before us; looks again at every later import.
+
+    Stays on ``sys.meta_path``: taking a finder off while it is asked makes Python skip the next.
+    """
 
     _waiting: tuple[tuple[str, Callback], ...] = ()
-    _instance: _HalfImported | None = None
+    _is_installed = False
 
     @classmethod
     def add(cls, name: str, callback: Callback) -> None:
         cls._waiting += ((name, callback),)
-        if cls._instance is None:
-            cls._instance = cls()
-            sys.meta_path.insert(0, cls._instance)
+        if not cls._is_installed:
+            cls._is_installed = True
+            sys.meta_path.insert(0, cls())
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
         cls = type(self)
         waiting, cls._waiting = cls._waiting, ()
         for name, callback in waiting:
-            when_imported(name, callback)
-        if not cls._waiting and cls._instance is not None:
-            sys.meta_path.remove(cls._instance)
-            cls._instance = None
+            if name == fullname:  # its first import failed, and this is the next
+                cls.add(name, callback)
+            else:
+                when_imported(name, callback)

@@ -38,7 +38,7 @@ def _drive(release: str, output: Path) -> Report:
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
     run = subprocess.run(
-        [sys.executable, str(HERE / "driver.py"), str(output)],
+        [sys.executable, str(HERE / "lane" / "driver.py"), str(output)],
         env=environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command where there is no vLLM; with one, see tests/order."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+from vllm_moe_dp_fix.registry import FIX_IDS
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is not None, reason="there is a vLLM in this environment"
+)
+
+
+def status(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "vllm_moe_dp_fix.cli", "status", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_json_without_vllm() -> None:
+    run = status("--json")
+    document = json.loads(run.stdout)
+    assert run.returncode == 2
+    assert document["vllm"] is None
+    assert [fix["id"] for fix in document["fixes"]] == list(FIX_IDS)
+    assert "vllm" in document["problems"][0]
+    for fix in document["fixes"]:
+        assert {"id", "outcome", "reason", "faults"} <= fix.keys()
+        for fault in fix["faults"]:
+            assert {"id", "affected", "outcome", "reason"} <= fault.keys()
+
+
+def test_text_without_vllm() -> None:
+    run = status()
+    assert run.returncode == 2
+    assert "cannot be imported" in run.stdout

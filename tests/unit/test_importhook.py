@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from vllm_moe_dp_fix.importhook import _HalfImported, when_imported
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def test_a_later_import(write: Path) -> None:
+    (write / "later_host.py").write_text("value = 1\n")
+    seen: list[int] = []
+    when_imported("later_host", lambda module: seen.append(module.value))
+    assert seen == []
+    importlib.import_module("later_host")
+    assert seen == [1]
+
+
+def test_an_earlier_import(write: Path) -> None:
+    (write / "earlier_host.py").write_text("value = 2\n")
+    importlib.import_module("earlier_host")
+    seen: list[int] = []
+    when_imported("earlier_host", lambda module: seen.append(module.value))
+    assert seen == [2]
+
+
+def test_an_import_that_is_under_way(write: Path) -> None:
+    """Armed from inside the host's own import, before it defines what is patched."""
+    (write / "half_host.py").write_text("import half_arms\nvalue = 3\n")
+    (write / "half_arms.py").write_text(
+        "from vllm_moe_dp_fix.importhook import when_imported\n"
+        "seen = []\n"
+        "when_imported('half_host', lambda module: seen.append(module.value))\n"
+    )
+    (write / "half_next.py").write_text("")
+    importlib.import_module("half_host")
+    arms: ModuleType = sys.modules["half_arms"]
+    assert arms.seen == []
+    importlib.import_module("half_next")
+    assert arms.seen == [3]
+    assert _HalfImported._waiting == ()
+
+
+def test_an_import_under_way_that_fails(write: Path) -> None:
+    """The module is gone again; a second, good import is still seen."""
+    (write / "bad_host.py").write_text("import bad_arms\nraise ImportError\n")
+    (write / "bad_arms.py").write_text(
+        "from vllm_moe_dp_fix.importhook import when_imported\n"
+        "seen = []\n"
+        "when_imported('bad_host', lambda module: seen.append(module.value))\n"
+    )
+    with pytest.raises(ImportError):
+        importlib.import_module("bad_host")
+    (write / "bad_host.py").write_text("value = 4\n")
+    importlib.invalidate_caches()
+    importlib.import_module("bad_host")
+    (write / "bad_next.py").write_text("")
+    importlib.import_module("bad_next")
+    assert sys.modules["bad_arms"].seen == [4]
