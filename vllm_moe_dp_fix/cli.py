@@ -66,8 +66,8 @@ def _print_table(document: dict[str, Any]) -> None:
                 Text(fix["id"] if index == 0 else "", "bold"),
                 fault["id"],
                 Text(fault["summary"]),
-                Text(outcome.words, _style(outcome)),
-                Text(fault["reason"]),
+                Text(outcome.words, _style(outcome) if fault["used_here"] else "dim"),
+                Text(fault["reason"] + ("" if fault["used_here"] else "; not used here")),
                 end_section=index == len(fix["faults"]) - 1,
             )
     if vllm is not None:

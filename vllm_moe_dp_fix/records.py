@@ -96,11 +96,23 @@ class Patch:
 
 @dataclass(frozen=True)
 class Repair:
-    """Patches of one module that go in and out together, and the faults they cure."""
+    """Patches of one module that go in and out together, and the faults they cure.
+
+    ``on_cpu`` tells on which platform vLLM uses the module: True for the CPU, False for all others,
+    None for all. It is imported, and repaired, on the others too; but there nobody needs it.
+    """
 
     module: str
     faults: tuple[Fault, ...]
     patches: tuple[Patch, ...]
+    on_cpu: bool | None = None
+
+    def is_used(self) -> bool:
+        if self.on_cpu is None:
+            return True
+        from vllm.platforms import current_platform
+
+        return bool(self.on_cpu == current_platform.is_cpu())
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ def _on_import(fix_id: str, module: ModuleType) -> None:
             return
         state.judged.add(module.__name__)
     new: dict[str, Verdict] = {}
-    version = "unknown"
+    version, is_used = "unknown", False
     try:
         from vllm_moe_dp_fix.decision import carry_out
         from vllm_moe_dp_fix.host import detect
@@ -141,6 +141,7 @@ def _on_import(fix_id: str, module: ModuleType) -> None:
             )
         for repair in load(fix_id).repairs:
             if repair.module == module.__name__:
+                is_used = is_used or repair.is_used()
                 found, replacements = carry_out(repair, module, host)
                 new |= found
                 with _lock:
@@ -151,29 +152,24 @@ def _on_import(fix_id: str, module: ModuleType) -> None:
         if settings.read(FIX_IDS).strict:
             raise
         return
-    _report(fix_id, version, new)
     failures = [f"{fault}: {v.reason}" for fault, v in new.items() if v.outcome.is_failure]
-    if failures and settings.read(FIX_IDS).strict:
+    level = logging.DEBUG if not is_used else logging.WARNING if failures else logging.INFO
+    logger.log(level, "%s on vLLM %s: %s", fix_id, version, _in_words(new))
+    if failures and is_used and settings.read(FIX_IDS).strict:
         raise FixNotAppliedError(
             f"{fix_id} could not be applied to vLLM {version}: {'; '.join(failures)}. "
             f"Unset {settings.STRICT} to start without it, or set {settings.DISABLE}={fix_id}."
         )
 
 
-def _report(fix_id: str, version: str, new: dict[str, Verdict]) -> None:
-    """One line a fix and process; a later module of the same fix speaks up only if it failed."""
+def _in_words(verdicts: dict[str, Verdict]) -> str:
     groups: dict[str, list[str]] = {}
-    for fault_id, verdict in new.items():
+    for fault_id, verdict in verdicts.items():
         details = [verdict.reason] if verdict.outcome.is_failure else []
         details += [verdict.note] if verdict.note else []
         said = verdict.outcome.words + "".join(f" ({text})" for text in details)
         groups.setdefault(said, []).append(fault_id)
-    text = "; ".join(f"{', '.join(ids)} {said}" for said, ids in groups.items())
-    failed = any(verdict.outcome.is_failure for verdict in new.values())
-    first = f"line:{fix_id}" not in _said
-    _said.add(f"line:{fix_id}")
-    level = logging.WARNING if failed else logging.INFO if first else logging.DEBUG
-    logger.log(level, "%s on vLLM %s: %s", fix_id, version, text)
+    return "; ".join(f"{', '.join(ids)} {said}" for said, ids in groups.items())
 
 
 def _say_once(level: int, text: str) -> None:

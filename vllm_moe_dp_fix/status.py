@@ -67,7 +67,11 @@ def collect() -> Status:
         for fix in map(load, FIX_IDS):
             judged, switch = _judge(fix)
             document["fixes"].append(_fix_document(fix, judged, host, switch))
-    failed = any(Outcome(f["outcome"]).is_failure for f in document["fixes"])
+    failed = any(
+        Outcome(fault["outcome"]).is_failure and fault["used_here"]
+        for fix in document["fixes"]
+        for fault in fix["faults"]
+    )
     return Status(document, int(failed))
 
 
@@ -106,16 +110,23 @@ def _fix_document(
         "outcome": verdict.outcome.value,
         "reason": verdict.reason,
         "switched_off_by": off,
-        "faults": [_fault_document(fault, by_fault[fault.id], host) for fault in fix.faults],
+        "faults": [
+            _fault_document(fault, by_fault[fault.id], host, host is not None and repair.is_used())
+            for repair in fix.repairs
+            for fault in repair.faults
+        ],
     }
 
 
-def _fault_document(fault: Fault, verdict: Verdict, host: Host | None) -> dict[str, Any]:
+def _fault_document(
+    fault: Fault, verdict: Verdict, host: Host | None, used_here: bool
+) -> dict[str, Any]:
     return {
         "id": fault.id,
         "summary": fault.summary,
         "affected": _is_affected(fault, verdict, host),
         "releases": AFFECTED[fault.id],
+        "used_here": used_here,
         "outcome": verdict.outcome.value,
         "reason": "; ".join(filter(None, (verdict.reason, verdict.note))),
         "upstream": list(fault.upstream),

@@ -379,6 +379,7 @@ FIX = Fix(
                     _wrap_cuda_reduce_scatterv,
                 ),
             ),
+            on_cpu=False,
         ),
         Repair(
             module=CPU_COMMUNICATOR,
@@ -387,6 +388,7 @@ FIX = Fix(
                 Patch(("CpuCommunicator.all_gatherv",), _wrap_cpu_all_gatherv),
                 Patch(("CpuCommunicator.reduce_scatterv",), _wrap_cpu_reduce_scatterv),
             ),
+            on_cpu=True,
         ),
     ),
 )

@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Import orders, other patchers and unknown builds: real vLLM, a fresh process a case."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SOURCES = Path(
+    os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "vllm-moe-dp-fix", "sources"
+)
+RELEASES = ("0.19.0", "0.26.0", "0.33.0")
+
+# What every case starts with.
+PRELUDE = """
+import functools, importlib, json, logging, sys
+import vllm, vllm_moe_dp_fix
+from vllm.plugins import load_general_plugins
+NAIVE = "vllm.model_executor.layers.fused_moe.prepare_finalize.naive_dp_ep"
+CUDA = "vllm.distributed.device_communicators.cuda_communicator"
+CPU = "vllm.distributed.device_communicators.cpu_communicator"
+lines = []
+class Listener(logging.Handler):
+    def emit(self, record):
+        lines.append((record.levelname, record.getMessage()))
+logging.getLogger("vllm.moe_dp_fix").addHandler(Listener())
+logging.getLogger("vllm.moe_dp_fix").setLevel(logging.INFO)
+def targets():
+    '''What the fixes replace: name -> what is there.'''
+    naive, cuda, cpu = map(importlib.import_module, (NAIVE, CUDA, CPU))
+    owners = [naive.MoEPrepareAndFinalizeNaiveDPEPModular,
+              naive.MoEPrepareAndFinalizeNaiveDPEPMonolithic, naive,
+              cuda.CudaCommunicator, cpu.CpuCommunicator]
+    names = ("prepare", "_unwrap_scale_and_prepare_for_moe", "all_gatherv", "reduce_scatterv",
+             "_reduce_scatterv")
+    return {f"{o.__name__}.{n}": vars(o)[n] for o in owners for n in names if n in vars(o)}
+def ours():
+    return sorted(n for n, f in targets().items()
+                  if f.__globals__["__name__"].startswith("vllm_moe_dp_fix"))
+def outcomes():
+    return {fault: verdict.outcome.value for fix in vllm_moe_dp_fix.verdicts().values()
+            for fault, verdict in fix.items()}
+def say(**found):
+    print("FOUND " + json.dumps(found))
+"""
+
+
+def run(release: str, case: str, folder: Path | None = None, **environ: str) -> dict[str, Any]:
+    """Runs a case on a release and returns what it said."""
+    tree = SOURCES / f"vllm-{release}"
+    assert tree.is_dir(), f"{tree} is missing; scripts/source_lane.sh brings it"
+    path = os.pathsep.join(map(str, filter(None, (tree, folder))))
+    process = subprocess.run(
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(case)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environ},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    said = [line for line in process.stdout.splitlines() if line.startswith("FOUND ")]
+    assert said, process.stdout[-2000:] + process.stderr[-4000:]
+    found: dict[str, Any] = json.loads(said[-1].removeprefix("FOUND "))
+    return found
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_import_first_twice_undo_twice_again(release: str) -> None:
+    found = run(
+        release,
+        """
+        before = targets()
+        load_general_plugins()
+        first = targets()
+        vllm.plugins.plugins_loaded = False
+        load_general_plugins()
+        twice = targets()
+        names = ours()
+        undone = []
+        for _ in range(2):
+            held = [vllm_moe_dp_fix.uninstall(f) for f in vllm_moe_dp_fix.verdicts()]
+            now = targets()
+            undone.append(held == [[], []] and now.keys() == before.keys()
+                          and all(now[n] is before[n] for n in now))
+        for fix in vllm_moe_dp_fix.verdicts():
+            vllm_moe_dp_fix.install(fix)
+        say(names=names, stable=first == twice, undone=undone, again=ours(), before=len(before),
+            lines=lines)
+        """,
+    )
+    scatter = "_reduce_scatterv" if release == "0.33.0" else "reduce_scatterv"
+    cpu = ["CpuCommunicator.all_gatherv", "CpuCommunicator.reduce_scatterv"]
+    assert found["names"] == sorted(
+        [
+            "MoEPrepareAndFinalizeNaiveDPEPModular.prepare",
+            "MoEPrepareAndFinalizeNaiveDPEPMonolithic.prepare",
+            "vllm.model_executor.layers.fused_moe.prepare_finalize.naive_dp_ep."
+            "_unwrap_scale_and_prepare_for_moe",
+            "CudaCommunicator.all_gatherv",
+            f"CudaCommunicator.{scatter}",
+            *(cpu if release != "0.19.0" else []),
+        ]
+    )
+    assert found["stable"]
+    assert found["undone"] == [True, True]
+    assert found["again"] == found["names"]
+    assert [level for level, _ in found["lines"]] == ["INFO", "INFO"]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_plugin_first(release: str) -> None:
+    found = run(
+        release,
+        """
+        load_general_plugins()
+        armed = NAIVE in sys.modules
+        say(armed=armed, ours=len(ours()), outcomes=outcomes())
+        """,
+    )
+    assert not found["armed"]
+    assert found["ours"] == (5 if release == "0.19.0" else 7)
+    assert set(found["outcomes"].values()) == {"applied", "not_affected"}
+
+
+def test_entry_points_are_light() -> None:
+    code = """
+    import sys
+    import vllm_moe_dp_fix.plugin as plugin
+    plugin.moe_dp_dispatch(); plugin.moe_dp_all_gather()
+    print([m for m in sys.modules if m == "torch" or m.startswith("vllm.")])
+    """
+    process = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60
+    )
+    assert process.stdout.strip() == "[]", process.stderr
+
+
+def test_vllm_plugins_selects_by_name() -> None:
+    found = run(
+        "0.26.0", "load_general_plugins(); say(ours=ours())", VLLM_PLUGINS="moe_dp_dispatch"
+    )
+    assert len(found["ours"]) == 3
+    assert not any("Communicator" in name for name in found["ours"])
+
+
+def test_import_by_name_is_rebound(tmp_path: Path) -> None:
+    (tmp_path / "by_name.py").write_text(
+        "from vllm.model_executor.layers.fused_moe.prepare_finalize.naive_dp_ep import (\n"
+        "    _unwrap_scale_and_prepare_for_moe as unwrap,\n)\n"
+    )
+    found = run(
+        "0.26.0",
+        """
+        import by_name
+        naive = sys.modules[NAIVE]
+        original = [by_name.unwrap]  # in a list: a global of this name would be bound anew, too
+        load_general_plugins()
+        bound = by_name.unwrap is naive._unwrap_scale_and_prepare_for_moe is not original[0]
+        vllm_moe_dp_fix.uninstall("moe_dp_dispatch")
+        say(bound=bound, restored=by_name.unwrap is original[0])
+        """,
+        tmp_path,
+    )
+    assert found == {"bound": True, "restored": True}
+
+
+def test_a_wrapper_put_over_ours_stays() -> None:
+    found = run(
+        "0.26.0",
+        """
+        load_general_plugins()
+        targets()
+        cls = sys.modules[CUDA].CudaCommunicator
+        ours_, other = cls.all_gatherv, lambda self, *a, **k: ours_(self, *a, **k)
+        cls.all_gatherv = other
+        held = vllm_moe_dp_fix.uninstall("moe_dp_all_gather")
+        say(stays=cls.all_gatherv is other, held=held, ours=ours())
+        """,
+    )
+    assert found["stays"]
+    assert len(found["held"]) == 1
+    assert "CudaCommunicator.all_gatherv is held by __main__" in found["held"][0]
+    assert not any("Communicator" in name for name in found["ours"])
+
+
+def test_a_wrapper_put_before_ours_is_chained_and_named() -> None:
+    found = run(
+        "0.26.0",
+        """
+        targets()
+        module = sys.modules[NAIVE]
+        original, calls = module._unwrap_scale_and_prepare_for_moe, []
+        @functools.wraps(original)
+        def other(scales, quant_config):
+            calls.append(1)
+            return original(scales, quant_config)
+        module._unwrap_scale_and_prepare_for_moe = other
+        load_general_plugins()
+        calls.clear()
+        import torch
+        config = module.FusedMoEQuantConfig.make(quant_dtype="mxfp8")
+        scale = module._unwrap_scale_and_prepare_for_moe([torch.ones(3, 4).byte()], config)
+        say(calls=len(calls), shape=list(scale.shape), outcomes=outcomes(), lines=lines)
+        """,
+    )
+    assert found["calls"] == 1
+    assert found["shape"] == [512]
+    assert found["outcomes"]["F1c"] == "applied"
+    (line,) = (text for _, text in found["lines"] if text.startswith("moe_dp_dispatch"))
+    assert "already replaced by __main__" in line
+
+
+def test_a_replacement_that_is_not_known_is_left_alone() -> None:
+    found = run(
+        "0.26.0",
+        """
+        targets()
+        cls = sys.modules[CUDA].CudaCommunicator
+        other = lambda *args, **kwargs: None
+        cls.all_gatherv = other
+        load_general_plugins()
+        say(stays=cls.all_gatherv is other, outcomes=outcomes(), lines=lines)
+        """,
+    )
+    assert found["stays"]
+    assert {found["outcomes"][f] for f in ("F2a", "F2b", "F2c")} == {"signature_unknown"}
+    assert found["outcomes"]["F2d"] == "applied"
+    assert [level for level, text in found["lines"] if "__main__" in text] == ["WARNING"]
+
+
+@pytest.mark.parametrize(
+    "version", ["0.34.0", "0.33.1.dev7+g1a2b", "0.33.0+cu130", "0.33.0+corp3", "dev"]
+)
+def test_an_unknown_build_is_judged_by_probe(version: str) -> None:
+    found = run(
+        "0.33.0",
+        f"""
+        vllm.__version__ = {version!r}
+        load_general_plugins()
+        say(ours=len(ours()), outcomes=outcomes(), lines=lines)
+        """,
+    )
+    assert found["ours"] == 7
+    assert found["outcomes"].pop("F1b") == "healthy"
+    assert set(found["outcomes"].values()) == {"applied"}
+    (warning,) = (text for level, text in found["lines"] if level == "WARNING")
+    assert version in warning
+
+
+def test_a_build_that_is_repaired_already_is_left_alone() -> None:
+    """The plugin's own repair, as if the image had brought it."""
+    found = run(
+        "0.26.0",
+        """
+        from vllm_moe_dp_fix.registry import load
+        modules = {m: importlib.import_module(m) for m in (NAIVE, CUDA, CPU)}
+        from vllm_moe_dp_fix import patching
+        for fix in ("moe_dp_dispatch", "moe_dp_all_gather"):
+            for repair in load(fix).repairs:
+                for patch in repair.patches:
+                    patching.replace(patch, patching.find(patch, modules[repair.module]))
+        before = targets()
+        load_general_plugins()
+        say(same=before == targets(), outcomes=outcomes())
+        """,
+    )
+    assert found["same"]
+    assert found["outcomes"].pop("F1b") == "not_affected"
+    assert set(found["outcomes"].values()) == {"healthy"}
+
+
+def test_strict_mode_stops_the_import() -> None:
+    found = run(
+        "0.26.0",
+        """
+        targets()
+        del sys.modules[CPU].CpuCommunicator
+        try:
+            load_general_plugins()
+        except vllm_moe_dp_fix.runtime.FixNotAppliedError as error:
+            say(error=str(error))
+        """,
+        VLLM_MOE_DP_FIX_STRICT="1",
+    )
+    assert "moe_dp_all_gather could not be applied to vLLM 0.26.0" in found["error"]
+    assert "CpuCommunicator" in found["error"]
+
+
+def status(release: str, **environ: str) -> tuple[int, dict[str, Any]]:
+    process = subprocess.run(
+        [sys.executable, "-m", "vllm_moe_dp_fix.cli", "status", "--json"],
+        env={**os.environ, "PYTHONPATH": str(SOURCES / f"vllm-{release}"), **environ},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    return process.returncode, json.loads(process.stdout)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_status(release: str) -> None:
+    code, document = status(release)
+    assert code == 0
+    assert document["vllm"]["version"] == release
+    assert document["vllm"]["tested"]
+    assert document["vllm"]["distribution"] == ["vllm"]
+    assert [fix["outcome"] for fix in document["fixes"]] == ["applied", "applied"]
+    faults = {fault["id"]: fault for fix in document["fixes"] for fault in fix["faults"]}
+    absent = {"0.19.0": {"F2d"}}.get(release, {"F1b"})
+    assert {f for f, row in faults.items() if row["outcome"] == "not_affected"} == absent
+    assert {f for f, row in faults.items() if row["affected"]} == faults.keys() - absent
+
+
+def test_status_where_switches_are_set() -> None:
+    code, document = status("0.26.0", VLLM_PLUGINS="moe_dp_dispach")
+    assert code == 0
+    assert {fix["outcome"] for fix in document["fixes"]} == {"switched_off"}
+    assert "VLLM_PLUGINS" in document["fixes"][0]["switched_off_by"]
+    assert any("moe_dp_dispach" in problem for problem in document["problems"])
+    _, document = status("0.26.0", VLLM_MOE_DP_FIX_DISABLE="moe_dp_dispatch")
+    dispatch, gather = document["fixes"]
+    assert (dispatch["outcome"], gather["outcome"]) == ("switched_off", "applied")
+    assert "VLLM_MOE_DP_FIX_DISABLE" in dispatch["switched_off_by"]
