@@ -110,6 +110,8 @@ def _one_scale_dispatch(
     share_scale = settings.fp8_dispatch() == "shared_scale"
 
     def quantize(rows: Tensor, scale: Tensor | None, config: Any) -> tuple[Tensor, Tensor | None]:
+        if rows.shape[0] == 0 and scale is not None and config.use_fp8_w8a8:
+            return rows.to(config.quant_dtype), scale  # CUDA cannot launch a kernel on no rows
         return module.moe_kernel_quantize_input(
             rows, scale, config.quant_dtype, config.per_act_token_quant, config.block_shape
         )
