@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
+import inspect
 import json
 import os
 import re
@@ -25,12 +27,17 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+MODELS = ("qwen3-moe", "gemma4-moe")
 PLUGINS = "moe_dp_dispatch,moe_dp_all_gather"
+PLUGIN_LINE = r"moe_dp_\w+ on vLLM"
 START_TIMEOUT_S = 420
 ANSWER_TIMEOUT_S = 180
+STOP_TIMEOUT_S = 8
+TAIL_LINES = 30
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "vllm-moe-dp-fix", "demo")
 
 # (prompt tokens, answer tokens): unequal, so that the ranks' steps differ
@@ -80,9 +87,10 @@ CUDA = Lane(
 
 
 def make_model(kind: str, lane: Lane) -> Path:
-    """Writes a small checkpoint with random weights, once."""
+    """Writes a small checkpoint with random weights, once for every state of this function."""
     size = lane.size
-    folder = CACHE / f"{kind}-{size['hidden']}"
+    recipe = inspect.getsource(make_model) + inspect.getsource(_make_tokenizer) + repr(size)
+    folder = CACHE / f"{kind}-{size['hidden']}-{sha256(recipe.encode()).hexdigest()[:8]}"
     if (folder / "done").exists():
         return folder
     import torch
@@ -120,6 +128,7 @@ def make_model(kind: str, lane: Lane) -> Path:
             hidden_size_per_layer_input=0,
         )
         build = transformers.Gemma4ForCausalLM
+    transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
     model = build(config).to(torch.bfloat16)
     for name, parameter in model.named_parameters():
@@ -145,6 +154,7 @@ def _make_tokenizer(vocab_size: int) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
+        chat_template="{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}",
         pad_token="<pad>",
         bos_token="<bos>",
         eos_token="<eos>",
@@ -155,11 +165,16 @@ def _make_tokenizer(vocab_size: int) -> Any:
 # --- server ---------------------------------------------------------------------------------
 
 
+class DemoError(RuntimeError):
+    """The demonstration could not be carried out; the text is for the user."""
+
+
 @dataclass
 class Server:
-    """A running ``vllm serve``."""
+    """A ``vllm serve``."""
 
     port: int
+    ranks: int
     log: Path
     process: subprocess.Popen[bytes]
 
@@ -167,16 +182,34 @@ class Server:
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 
+    @property
+    def tail(self) -> str:
+        return f"{self.log} ends with:\n" + "\n".join(self.text.splitlines()[-TAIL_LINES:])
+
     def lines(self, pattern: str) -> list[str]:
         return [line.strip() for line in self.text.splitlines() if re.search(pattern, line)]
+
+    def wait_until_healthy(self) -> None:
+        print("    starting, a minute or two ...", end="", flush=True)
+        began = time.monotonic()
+        while time.monotonic() < began + START_TIMEOUT_S:
+            if self.process.poll() is not None:
+                raise DemoError(f"vllm serve ended at its start; {self.tail}")
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
+                print(f" healthy after {time.monotonic() - began:.0f} s", flush=True)
+                return
+            time.sleep(0.5)
+        raise DemoError(f"vllm serve was not healthy after {START_TIMEOUT_S} s; {self.tail}")
 
 
 @contextlib.contextmanager
 def serve(model: Path, lane: Lane, name: str, ranks: int, plugins: str) -> Iterator[Server]:
-    """Starts a server, waits until it is healthy, and ends it with all its processes."""
+    """Starts a server, and ends it with all its processes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    CACHE.mkdir(parents=True, exist_ok=True)
     log = CACHE / f"{model.name}-{name}.log"
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "demo"]
@@ -184,42 +217,31 @@ def serve(model: Path, lane: Lane, name: str, ranks: int, plugins: str) -> Itera
     environ = {
         **os.environ,
         **lane.environ,
-        "VLLM_PLUGINS": plugins,
+        "VLLM_PLUGINS": plugins,  # "" loads none
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
     with log.open("wb") as output:
+        # Not in the checkout's folder: the plugin that is installed counts.
         process = subprocess.Popen(
-            command, env=environ, stdout=output, stderr=output, start_new_session=True
+            command, cwd=CACHE, env=environ, stdout=output, stderr=output, start_new_session=True
         )
-    server = Server(port, log, process)
     try:
-        _wait_until_healthy(server)
-        yield server
+        yield Server(port, ranks, log, process)
     finally:
         _stop(process)
 
 
-def _wait_until_healthy(server: Server) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if server.process.poll() is not None:
-            break
-        with contextlib.suppress(OSError):
-            urllib.request.urlopen(f"http://127.0.0.1:{server.port}/health", timeout=5).close()
-            return
-        time.sleep(0.5)
-    tail = "\n".join(server.text.splitlines()[-30:])
-    raise RuntimeError(f"vllm serve did not become healthy; {server.log} ends with:\n{tail}")
-
-
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    for how in (signal.SIGTERM, signal.SIGKILL):
+    """Ends the process group, also where a second Ctrl-C comes while it is waited for."""
+    try:
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(STOP_TIMEOUT_S)
+    finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, how)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-    process.wait()
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 # --- requests -------------------------------------------------------------------------------
@@ -233,12 +255,16 @@ class Case:
         tokens: The answers' token ids, None where there was none.
         errors: What the client got instead.
         said: vLLM's own error, from its log.
+        plugin: The plugin's lines in the log.
+        log: The server's log.
     """
 
     name: str
+    log: str
     tokens: list[list[int] | None] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     said: str = ""
+    plugin: list[str] = field(default_factory=list)
 
     @property
     def answered(self) -> int:
@@ -268,28 +294,34 @@ class Progress:
 
 def ask_all(server: Server, name: str, stream: bool) -> Case:
     """Sends all requests at once."""
-    case, progress = Case(name), Progress()
+    case, progress = Case(name, str(server.log)), Progress()
 
     def one(index: int) -> list[int] | str:
         try:
-            return _ask(server.port, index, progress if stream else None)
+            return _ask(server, index, progress if stream else None)
         except urllib.error.HTTPError as error:
             return f"HTTP {error.code}: {error.read(200).decode(errors='replace')}"
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
             return f"{type(error).__name__}: {error}"
 
-    with ThreadPoolExecutor(len(REQUESTS)) as pool:
+    pool = ThreadPoolExecutor(len(REQUESTS))
+    try:
         for result in pool.map(one, range(len(REQUESTS))):
-            failed = isinstance(result, str)
             case.tokens.append(None if isinstance(result, str) else result)
-            case.errors += [str(result)] if failed else []
+            case.errors += [result] if isinstance(result, str) else []
+    finally:
+        pool.shutdown(wait=False)  # on Ctrl-C the server goes first, and the requests with it
     if stream and sys.stdout.isatty():
         print()
+    case.plugin = server.lines(PLUGIN_LINE)
     return case
 
 
-def _ask(port: int, index: int, progress: Progress | None) -> list[int]:
-    """One greedy completion, its tokens as they arrive where ``progress`` is given."""
+def _ask(server: Server, index: int, progress: Progress | None) -> list[int]:
+    """One greedy completion, its tokens as they arrive where ``progress`` is given.
+
+    The ranks take turns, so that each has requests of its own.
+    """
     length, count = REQUESTS[index]
     body = {
         "model": "demo",
@@ -301,9 +333,9 @@ def _ask(port: int, index: int, progress: Progress | None) -> list[int]:
         "stream": progress is not None,
     }
     request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions",
+        f"http://127.0.0.1:{server.port}/v1/completions",
         json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
+        {"Content-Type": "application/json", "X-data-parallel-rank": str(index % server.ranks)},
     )
     tokens: list[int] = []
     with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as response:
@@ -328,90 +360,133 @@ def _ask(port: int, index: int, progress: Progress | None) -> list[int]:
 # --- demo -----------------------------------------------------------------------------------
 
 
-def run_before(model: Path, lane: Lane) -> Case:
-    with serve(model, lane, "before", 2, plugins="") as server:
-        case = ask_all(server, "DP=2 without the plugin", stream=False)
-        found = server.lines(lane.fault)
-        case.said = re.sub(r".*?(?=\w+Error)", "", found[-1], count=1) if found else ""
-    return case
+@dataclass
+class Outcome:
+    """What the three servers made of the same requests."""
+
+    before: Case
+    after: Case
+    reference: Case
+
+    @property
+    def cases(self) -> tuple[Case, Case, Case]:
+        return self.before, self.after, self.reference
+
+    def problems(self, lane: Lane) -> list[str]:
+        """What keeps the demonstration from holding, in words."""
+        found = []
+        if not self.before.errors:
+            found.append("vLLM does not fail without the plugin: this one seems to be repaired")
+        elif not self.before.said or not any("HTTP 500" in e for e in self.before.errors):
+            found.append("vLLM fails in another way than expected without the plugin")
+        if self.after.answered < len(REQUESTS):
+            found.append("not every request was answered with the plugin")
+        if self.reference.answered < len(REQUESTS):
+            found.append("one rank did not answer every request")
+        if lane.same_tokens and self.after.tokens != self.reference.tokens:
+            found.append("the tokens differ from those of one rank")
+        return found
 
 
-def run_after(model: Path, lane: Lane) -> tuple[Case, list[str]]:
-    """The case, and the plugin's own lines in the log."""
+def demonstrate(model: Path, lane: Lane) -> Outcome:
+    """Serves the model in the three ways, and says on the way what happens."""
+    # The reference starts up while the first server fails.
+    with serve(model, lane, "reference", 1, plugins="") as alone:
+        _title("1. vllm serve --data-parallel-size 2, without the plugin")
+        with serve(model, lane, "before", 2, plugins="") as server:
+            server.wait_until_healthy()
+            before = ask_all(server, "DP=2 without the plugin", stream=False)
+            before.said = _last_error(server, lane)
+        print(f"    {before.errors[0] if before.errors else 'every request was answered'}")
+        print(f"    vLLM says: {before.said or 'nothing of the fault'}", flush=True)
+
+        _title("2. one rank, without the plugin, for comparison")
+        alone.wait_until_healthy()
+        reference = ask_all(alone, "DP=1 without the plugin", stream=False)
+        _show_failure(reference, alone)
+        print(f"    {reference.answered} of {len(REQUESTS)} requests answered", flush=True)
+
+    _title("3. vllm serve --data-parallel-size 2, with the plugin")
     with serve(model, lane, "after", 2, plugins=PLUGINS) as server:
-        case = ask_all(server, "DP=2 with the plugin", stream=True)
-        return case, server.lines(r"moe_dp_\w+ on vLLM")
+        server.wait_until_healthy()
+        after = ask_all(server, "DP=2 with the plugin", stream=True)
+        for line in dict.fromkeys(re.sub(f".*?(?={PLUGIN_LINE})", "", x) for x in after.plugin):
+            print(f"    log: {line}", flush=True)
+        _show_failure(after, server)
+    return Outcome(before, after, reference)
 
 
-def run_reference(model: Path, lane: Lane) -> Case:
-    with serve(model, lane, "reference", 1, plugins="") as server:
-        return ask_all(server, "DP=1 without the plugin", stream=False)
+def _title(text: str) -> None:
+    print(f"\n{text}", flush=True)
+
+
+def _last_error(server: Server, lane: Lane) -> str:
+    """vLLM's error, and the function that raised it."""
+    found = [re.sub(r".*?(?=\w+Error)", "", x, count=1) for x in server.lines(f"{lane.fault}$")]
+    places = server.lines(r'File ".*", line \d+, in (all_gatherv|reduce_scatterv|dispatch)')
+    place = re.search(r"([\w.]+)\", line (\d+), in (\w+)", places[-1]) if places else None
+    where = f", in {place[3]} ({place[1]}:{place[2]})" if place else ""
+    return found[-1] + where if found else ""
+
+
+def _show_failure(case: Case, server: Server) -> None:
+    for error in case.errors:
+        print(f"    {error}")
+    if case.errors:
+        print(f"    {server.tail}", flush=True)
+
+
+def pick_lane() -> Lane:
+    """The lane for the vLLM that is installed here."""
+    import torch
+
+    if not torch.version.cuda:
+        return CPU
+    if torch.cuda.device_count() < 2:
+        raise DemoError("a vLLM for CUDA needs two GPUs here; scripts/demo.sh takes one for CPU")
+    return CUDA
+
+
+def report(outcome: Outcome, lane: Lane) -> bool:
+    """Prints the table and says whether the demonstration held."""
+    print(f"\n{'server':26}{'answered':>10}{'as DP=1':>10}  error")
+    total = len(REQUESTS)
+    for case in outcome.cases:
+        pairs = zip(case.tokens, outcome.reference.tokens, strict=True)
+        equal = sum(ours is not None and ours == theirs for ours, theirs in pairs)
+        error = case.said or (case.errors[0] if case.errors else "-")
+        print(f"{case.name:26}{f'{case.answered}/{total}':>10}{f'{equal}/{total}':>10}  {error}")
+    print("\nlogs:", *(f"  {case.log}" for case in outcome.cases), sep="\n")
+    if not lane.same_tokens:
+        print("FP8 tokens may differ from DP=1: the one scale depends on what is batched together.")
+    problems = outcome.problems(lane)
+    print("\n" + ("\n".join(f"FAILED: {text}" for text in problems) or "The demonstration held."))
+    return not problems
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--model", choices=("qwen3-moe", "gemma4-moe"), default="qwen3-moe")
+    parser.add_argument("--model", choices=MODELS, default=MODELS[0])
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args(argv)
 
-    lane = pick_lane()
-    CACHE.mkdir(parents=True, exist_ok=True)
-    model = make_model(arguments.model, lane)
-    print(f"{arguments.model} with random weights, {lane.name}; logs in {CACHE}\n")
-
-    print("1. vllm serve --data-parallel-size 2, without the plugin")
-    before = run_before(model, lane)
-    print(f"    {before.errors[0] if before.errors else 'every request was answered'}")
-    print(f"    vLLM says: {before.said or 'nothing of the fault'}\n", flush=True)
-
-    print("2. the same with the plugin")
-    after, lines = run_after(model, lane)
-    for line in dict.fromkeys(re.sub(r".*(?=moe_dp_\w+ on vLLM)", "", line) for line in lines):
-        print(f"    log: {line}")
-    for error in after.errors:
-        print(f"    {error}")
-
-    print("\n3. one rank, for comparison")
-    reference = run_reference(model, lane)
-    held = report((before, after, reference), lane)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        lane = pick_lane()
+        print(f"{arguments.model} with random weights, {lane.name}; logs in {CACHE}", flush=True)
+        outcome = demonstrate(make_model(arguments.model, lane), lane)
+    except DemoError as error:
+        print(f"\nFAILED: {error}")
+        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted; the servers are stopped")
+        return 128 + signal.SIGINT
+    held = report(outcome, lane)
     if arguments.json:
-        cases = [asdict(case) for case in (before, after, reference)]
-        arguments.json.write_text(json.dumps({"held": held, "lane": lane.name, "cases": cases}))
+        result = {"held": held, "lane": lane.name, "model": arguments.model}
+        result["cases"] = [asdict(case) for case in outcome.cases]
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
     return 0 if held else 1
-
-
-def pick_lane() -> Lane:
-    import torch
-
-    return CUDA if torch.version.cuda and torch.cuda.device_count() >= 2 else CPU
-
-
-def report(cases: tuple[Case, Case, Case], lane: Lane) -> bool:
-    """Prints the table and says whether the demonstration held."""
-    before, after, reference = cases
-    print(f"\n{'':26}{'answered':>10}  {'as DP=1':>8}  error")
-    for case in cases:
-        equal = sum(
-            a is not None and a == b for a, b in zip(case.tokens, reference.tokens, strict=True)
-        )
-        total = len(REQUESTS)
-        error = case.said or (case.errors[0] if case.errors else "")
-        print(f"{case.name:26}{f'{case.answered}/{total}':>10}  {f'{equal}/{total}':>8}  {error}")
-    problems = []
-    if not before.errors or not before.said:
-        problems.append(
-            "vLLM did not fail as expected without the plugin; this one may be repaired"
-        )
-    if after.answered < len(REQUESTS):
-        problems.append("not every request was answered with the plugin")
-    if reference.answered < len(REQUESTS):
-        problems.append("one rank did not answer every request")
-    if lane.same_tokens and after.tokens != reference.tokens:
-        problems.append("the tokens differ from those of one rank")
-    if not lane.same_tokens:
-        print("FP8 tokens may differ from DP=1: the one scale depends on what is batched together.")
-    print("\n" + ("\n".join(f"FAILED: {text}" for text in problems) or "The demonstration held."))
-    return not problems
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cache=${XDG_CACHE_HOME:-$HOME/.cache}/vllm-moe-dp-fix
 python=${PYTHON:-python3}
 
 has_two_gpus() {
@@ -15,13 +16,38 @@ sys.exit(not fit)
 PY
 }
 
+# Requirements of the plugin that the environment does not meet.
+missing_requirements() {
+  "$python" - <<'PY'
+from importlib.metadata import PackageNotFoundError, requires, version
+from packaging.requirements import Requirement
+
+for text in requires("vllm-moe-dp-fix") or ():
+    wanted = Requirement(text)
+    if wanted.marker and not wanted.marker.evaluate({"extra": ""}):
+        continue
+    try:
+        met = wanted.specifier.contains(version(wanted.name), prereleases=True)
+    except PackageNotFoundError:
+        met = False
+    if not met:
+        print(text)
+PY
+}
+
 if has_two_gpus; then
-  # The checkout and its entry points, without a change to that environment.
-  beside=$(mktemp -d)
-  trap 'rm -rf "$beside"' EXIT
-  "$python" -m pip install --quiet --disable-pip-version-check --target "$beside" "$root" >&2
-  PYTHONPATH=$beside${PYTHONPATH:+:$PYTHONPATH} "$python" "$root/scripts/demo.py" "$@"
+  # The checkout and its entry points lie beside that environment, which stays as it is.
+  beside=$cache/beside
+  install=("$python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$beside")
+  rm -rf "$beside"
+  "${install[@]}" "$root" >&2
+  export PYTHONPATH=$beside${PYTHONPATH:+:$PYTHONPATH}
+  missing=$(missing_requirements)
+  if [ -n "$missing" ]; then
+    mapfile -t names <<<"$missing"
+    "${install[@]}" "${names[@]}" >&2
+  fi
 else
   python=$("$root/scripts/engine_lane.sh")
-  "$python" "$root/scripts/demo.py" "$@"
 fi
+exec "$python" "$root/scripts/demo.py" "$@"

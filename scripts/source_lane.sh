@@ -13,12 +13,13 @@ python=${PYTHON:-python3}
 say() { echo "source lane: $*" >&2; }
 quietly() { "$@" >"$cache/source-lane.log" 2>&1 || { cat "$cache/source-lane.log" >&2; exit 1; }; }
 
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-  { say "$python is older than Python 3.10; set PYTHON"; exit 1; }
+# vLLM 0.33.0 and the pinned packages need 3.11, though the plugin itself runs on 3.10.
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+  { say "$python is older than Python 3.11; set PYTHON"; exit 1; }
 
 mkdir -p "$cache"
 stamp=$lane/.stamp
-wanted=$("$python" -V | cut -d. -f1,2)\ $(sha256sum "$requirements" "${BASH_SOURCE[0]}" | sha256sum)
+wanted=$("$python" -V | cut -d. -f1,2)\ $(cat "$requirements" "${BASH_SOURCE[0]}" | sha256sum)
 if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
   say "making the environment (about a minute)"
   rm -f "$stamp"

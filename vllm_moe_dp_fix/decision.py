@@ -67,7 +67,7 @@ def carry_out(repair: Repair, module: ModuleType, host: Host) -> tuple[Verdicts,
     try:
         for patch, target in zip(repair.patches, targets, strict=True):
             replacements.append(replace(patch, target))
-        left = {fault.id: fault.probe(module) for fault in repair.faults if fault in candidates}
+        left = {fault.id: fault.probe(module) for fault in repair.faults if fault.id in symptoms}
         failure = "; ".join(f"{fault_id}: {text}" for fault_id, text in left.items() if text)
     except Exception as error:
         failure = repr(error)

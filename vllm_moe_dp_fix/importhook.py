@@ -6,6 +6,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 
 Callback = Callable[[ModuleType], None]
@@ -20,6 +22,12 @@ def when_imported(name: str, callback: Callback) -> None:
     from wrapt.importer import register_post_import_hook
 
     register_post_import_hook(callback, name)
+
+
+def when_imported_again(module: ModuleType, callback: Callback) -> None:
+    """Calls back at the next import of a module whose present import is about to fail."""
+    if _is_half_imported(module):
+        _HalfImported.add(module.__name__, callback)
 
 
 def _is_half_imported(module: ModuleType) -> bool:
@@ -42,11 +50,15 @@ class _HalfImported(MetaPathFinder):
             cls._is_installed = True
             sys.meta_path.insert(0, cls())
 
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+    def find_spec(
+        self, fullname: str, path: object = None, target: object = None
+    ) -> ModuleSpec | None:
         cls = type(self)
         waiting, cls._waiting = cls._waiting, ()
         for name, callback in waiting:
-            if name == fullname:  # its first import failed, and this is the next
-                cls.add(name, callback)
-            else:
-                when_imported(name, callback)
+            when_imported(name, callback)
+        if any(name == fullname for name, _ in waiting):
+            # Its first import failed, and this is the next: the finder that calls back may lie
+            # before us, and has been asked already.
+            return find_spec(fullname)
+        return None

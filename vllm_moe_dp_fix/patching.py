@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -50,21 +50,18 @@ def find(patch: Patch, module: ModuleType) -> Target | None:
     return None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Replacement:
     """One function in place of another, with what is needed to take it back."""
 
     target: Target
     function: FunctionType
     previous: object
-    rebound: list[tuple[ModuleType, str]] = field(default_factory=list)
 
     def undo(self) -> str | None:
         """Takes the function back where it is still ours; else says who holds the place."""
         owner, name = self.target.owner, self.target.name
-        for importer, alias in self.rebound:
-            if vars(importer).get(alias) is self.function:
-                setattr(importer, alias, self.target.function)
+        _rebind_importers(self.target, self.function, self.target.function)
         held = vars(owner).get(name)
         if held is not self.function:
             holder = _foreign(held, owner, self.target.module) or "someone else"
@@ -79,23 +76,21 @@ class Replacement:
 def replace(patch: Patch, target: Target) -> Replacement:
     """Puts the patch's function in the target's place and in every module that imported it."""
     function = patch.wrap(target.function, target.module)
-    replacement = Replacement(target, function, vars(target.owner).get(target.name, _ABSENT))
-    if target.owner is target.module:
-        replacement.rebound = _importers(target)
+    previous = vars(target.owner).get(target.name, _ABSENT)
     setattr(target.owner, target.name, function)
-    for importer, alias in replacement.rebound:
-        setattr(importer, alias, function)
-    return replacement
+    _rebind_importers(target, target.function, function)
+    return Replacement(target, function, previous)
 
 
-def _importers(target: Target) -> list[tuple[ModuleType, str]]:
-    return [
-        (module, alias)
-        for module in list(sys.modules.values())
-        if isinstance(module, ModuleType) and module is not target.module
-        for alias, value in list(vars(module).items())
-        if value is target.function
-    ]
+def _rebind_importers(target: Target, old: object, new: object) -> None:
+    """Binds the names under which other modules imported a function of a module anew."""
+    if target.owner is not target.module:
+        return
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType) and module is not target.module:
+            for alias, value in list(vars(module).items()):
+                if value is old:
+                    setattr(module, alias, new)
 
 
 def _foreign(function: object, owner: object, module: ModuleType) -> str | None:

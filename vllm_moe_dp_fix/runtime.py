@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from vllm_moe_dp_fix import settings
-from vllm_moe_dp_fix.importhook import when_imported
+from vllm_moe_dp_fix.importhook import when_imported, when_imported_again
 from vllm_moe_dp_fix.registry import FIX_IDS, MODULES, load
 
 # What judges and patches is imported when there is something to judge: vLLM waits for us at start.
@@ -31,7 +30,6 @@ class _State:
 
     def __init__(self) -> None:
         self.active = False
-        self.armed = False
         self.judged: set[str] = set()
         self.verdicts: dict[str, Verdict] = {}
         self.replacements: list[Replacement] = []
@@ -50,6 +48,8 @@ def activate(fix_id: str) -> None:
         raise
     except Exception:
         logger.exception("%s: could not be armed; vLLM is as it was", fix_id)
+        if settings.read(FIX_IDS).strict:
+            raise
 
 
 def install(fix_id: str) -> Verdict | None:
@@ -75,18 +75,14 @@ def install(fix_id: str) -> Verdict | None:
     if fix_id in chosen.disabled:
         from vllm_moe_dp_fix.records import Outcome, Verdict
 
+        uninstall(fix_id)
         verdict = Verdict(Outcome.SWITCHED_OFF, f"by {settings.DISABLE}")
         state.verdicts = {fault.id: verdict for fault in load(fix_id).faults}
         _say_once(logging.INFO, f"{fix_id}: switched off by {settings.DISABLE}")
         return verdict
-    with _lock:
-        state.active = True
-        first, state.armed = not state.armed, True
+    state.active = True
     for name in MODULES[fix_id]:
-        if first:
-            when_imported(name, partial(_on_import, fix_id))
-        elif name in sys.modules:
-            _on_import(fix_id, sys.modules[name])
+        when_imported(name, partial(_on_import, fix_id))
     if not state.judged:
         return None
     from vllm_moe_dp_fix.records import summarize
@@ -150,16 +146,24 @@ def _on_import(fix_id: str, module: ModuleType) -> None:
     except Exception:
         logger.exception("%s: could not be judged on vLLM %s", fix_id, version)
         if settings.read(FIX_IDS).strict:
+            _judge_again(fix_id, module)
             raise
         return
     failures = [f"{fault}: {v.reason}" for fault, v in new.items() if v.outcome.is_failure]
     level = logging.DEBUG if not is_used else logging.WARNING if failures else logging.INFO
     logger.log(level, "%s on vLLM %s: %s", fix_id, version, _in_words(new))
     if failures and is_used and settings.read(FIX_IDS).strict:
+        _judge_again(fix_id, module)
         raise FixNotAppliedError(
             f"{fix_id} could not be applied to vLLM {version}: {'; '.join(failures)}. "
             f"Unset {settings.STRICT} to start without it, or set {settings.DISABLE}={fix_id}."
         )
+
+
+def _judge_again(fix_id: str, module: ModuleType) -> None:
+    """Strict mode stops this import; vLLM may catch that and import the module once more."""
+    _states[fix_id].judged.discard(module.__name__)
+    when_imported_again(module, partial(_on_import, fix_id))
 
 
 def _in_words(verdicts: dict[str, Verdict]) -> str:

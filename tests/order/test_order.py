@@ -45,21 +45,30 @@ def ours():
     return sorted(n for n, f in targets().items()
                   if f.__globals__["__name__"].startswith("vllm_moe_dp_fix"))
 def outcomes():
-    return {fault: verdict.outcome.value for fix in vllm_moe_dp_fix.verdicts().values()
+    return {fault: verdict.outcome.value for fault, verdict in verdicts().items()}
+def verdicts():
+    return {fault: verdict for fix in vllm_moe_dp_fix.verdicts().values()
             for fault, verdict in fix.items()}
 def say(**found):
     print("FOUND " + json.dumps(found))
 """
 
 
-def run(release: str, case: str, folder: Path | None = None, **environ: str) -> dict[str, Any]:
-    """Runs a case on a release and returns what it said."""
+def environment(release: str, *folders: Path, **environ: str) -> dict[str, str]:
+    """This process's environment with that release's tree, and no settings but the given ones."""
     tree = SOURCES / f"vllm-{release}"
-    assert tree.is_dir(), f"{tree} is missing; scripts/source_lane.sh brings it"
-    path = os.pathsep.join(map(str, filter(None, (tree, folder))))
+    if not tree.is_dir():
+        pytest.fail(f"{tree} is missing; scripts/source_lane.sh brings it")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
+    path = os.pathsep.join(map(str, (tree, *folders)))
+    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environ}
+
+
+def run(release: str, case: str, *folders: Path, **environ: str) -> dict[str, Any]:
+    """Runs a case on a release and returns what it said."""
     process = subprocess.run(
         [sys.executable, "-c", PRELUDE + textwrap.dedent(case)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environ},
+        env=environment(release, *folders, **environ),
         capture_output=True,
         text=True,
         timeout=300,
@@ -81,7 +90,7 @@ def test_import_first_twice_undo_twice_again(release: str) -> None:
         vllm.plugins.plugins_loaded = False
         load_general_plugins()
         twice = targets()
-        names = ours()
+        names, once = ours(), list(lines)
         undone = []
         for _ in range(2):
             held = [vllm_moe_dp_fix.uninstall(f) for f in vllm_moe_dp_fix.verdicts()]
@@ -90,8 +99,7 @@ def test_import_first_twice_undo_twice_again(release: str) -> None:
                           and all(now[n] is before[n] for n in now))
         for fix in vllm_moe_dp_fix.verdicts():
             vllm_moe_dp_fix.install(fix)
-        say(names=names, stable=first == twice, undone=undone, again=ours(), before=len(before),
-            lines=lines)
+        say(names=names, stable=first == twice, undone=undone, again=ours(), lines=once)
         """,
     )
     scatter = "_reduce_scatterv" if release == "0.33.0" else "reduce_scatterv"
@@ -119,11 +127,11 @@ def test_plugin_first(release: str) -> None:
         release,
         """
         load_general_plugins()
-        armed = NAIVE in sys.modules
-        say(armed=armed, ours=len(ours()), outcomes=outcomes())
+        early = [name for name in (NAIVE, CUDA, CPU) if name in sys.modules]
+        say(early=early, ours=len(ours()), outcomes=outcomes())
         """,
     )
-    assert not found["armed"]
+    assert found["early"] == []
     assert found["ours"] == (5 if release == "0.19.0" else 7)
     assert set(found["outcomes"].values()) == {"applied", "not_affected"}
 
@@ -197,60 +205,84 @@ def test_a_wrapper_put_before_ours_is_chained_and_named() -> None:
         module = sys.modules[NAIVE]
         original, calls = module._unwrap_scale_and_prepare_for_moe, []
         @functools.wraps(original)
-        def other(scales, quant_config):
+        def other(*args, **kwargs):
             calls.append(1)
-            return original(scales, quant_config)
+            return original(*args, **kwargs)
         module._unwrap_scale_and_prepare_for_moe = other
         load_general_plugins()
         calls.clear()
         import torch
         config = module.FusedMoEQuantConfig.make(quant_dtype="mxfp8")
         scale = module._unwrap_scale_and_prepare_for_moe([torch.ones(3, 4).byte()], config)
-        say(calls=len(calls), shape=list(scale.shape), outcomes=outcomes(), lines=lines)
+        found = dict(calls=len(calls), shape=list(scale.shape), lines=list(lines),
+                     outcomes=outcomes(), note=verdicts()["F1c"].note)
+        vllm_moe_dp_fix.uninstall("moe_dp_dispatch")
+        say(**found, restored=module._unwrap_scale_and_prepare_for_moe is other)
         """,
     )
     assert found["calls"] == 1
     assert found["shape"] == [512]
     assert found["outcomes"]["F1c"] == "applied"
+    assert "_unwrap_scale_and_prepare_for_moe was already replaced by __main__" in found["note"]
     (line,) = (text for _, text in found["lines"] if text.startswith("moe_dp_dispatch"))
-    assert "already replaced by __main__" in line
+    assert found["note"] in line
+    assert found["restored"]
 
 
 def test_a_replacement_that_is_not_known_is_left_alone() -> None:
+    """Named in the verdict; warned of for the communicator that this platform, CPU, uses."""
     found = run(
         "0.26.0",
         """
         targets()
-        cls = sys.modules[CUDA].CudaCommunicator
-        other = lambda *args, **kwargs: None
-        cls.all_gatherv = other
+        classes = sys.modules[CUDA].CudaCommunicator, sys.modules[CPU].CpuCommunicator
+        others = [lambda *args, **kwargs: None for _ in classes]
+        for cls, other in zip(classes, others):
+            cls.all_gatherv = other
         load_general_plugins()
-        say(stays=cls.all_gatherv is other, outcomes=outcomes(), lines=lines)
+        say(stays=[vars(c)["all_gatherv"] is o for c, o in zip(classes, others)], ours=ours(),
+            outcomes=outcomes(), reasons={k: v.reason for k, v in verdicts().items()}, lines=lines)
         """,
     )
-    assert found["stays"]
-    assert {found["outcomes"][f] for f in ("F2a", "F2b", "F2c")} == {"signature_unknown"}
-    assert found["outcomes"]["F2d"] == "applied"
-    assert [level for level, text in found["lines"] if "__main__" in text] == ["WARNING"]
-
-
-@pytest.mark.parametrize(
-    "version", ["0.34.0", "0.33.1.dev7+g1a2b", "0.33.0+cu130", "0.33.0+corp3", "dev"]
-)
-def test_an_unknown_build_is_judged_by_probe(version: str) -> None:
-    found = run(
-        "0.33.0",
-        f"""
-        vllm.__version__ = {version!r}
-        load_general_plugins()
-        say(ours=len(ours()), outcomes=outcomes(), lines=lines)
-        """,
-    )
-    assert found["ours"] == 7
-    assert found["outcomes"].pop("F1b") == "healthy"
-    assert set(found["outcomes"].values()) == {"applied"}
+    assert found["stays"] == [True, True]
+    assert not any("Communicator" in name for name in found["ours"])
+    for fault in ("F2a", "F2b", "F2c", "F2d"):
+        assert found["outcomes"][fault] == "signature_unknown"
+        assert "all_gatherv(args, kwargs), put there by __main__" in found["reasons"][fault]
+    assert found["outcomes"]["F1a"] == "applied"
     (warning,) = (text for level, text in found["lines"] if level == "WARNING")
-    assert version in warning
+    assert "F2d" in warning
+    assert "put there by __main__" in warning
+
+
+UNKNOWN_BUILDS = ("0.34.0", "0.33.1.dev7+g1a2b", "0.26.0+cu130", "0.26.0+corp3", "dev")
+
+
+def test_an_unknown_build_is_judged_by_probe() -> None:
+    found = run(
+        "0.26.0",
+        f"""
+        builds = {{}}
+        for version in {UNKNOWN_BUILDS!r}:
+            vllm.__version__, vllm.plugins.plugins_loaded = version, False
+            lines.clear()
+            load_general_plugins()
+            builds[version] = dict(ours=len(ours()), outcomes=outcomes(),
+                                   warnings=[text for level, text in lines if level == "WARNING"])
+            for fix in vllm_moe_dp_fix.verdicts():
+                vllm_moe_dp_fix.uninstall(fix)
+            builds[version]["left"] = ours()
+        say(**builds)
+        """,
+    )
+    assert found.keys() == set(UNKNOWN_BUILDS)
+    for version, build in found.items():
+        assert build["ours"] == 7
+        assert build["left"] == []
+        assert build["outcomes"].pop("F1b") == "healthy"
+        assert set(build["outcomes"].values()) == {"applied"}
+        (warning,) = build["warnings"]
+        assert f"vLLM {version} is no release this package was tested with" in warning
 
 
 def test_a_build_that_is_repaired_already_is_left_alone() -> None:
@@ -292,14 +324,37 @@ def test_strict_mode_stops_the_import() -> None:
     assert "CpuCommunicator" in found["error"]
 
 
+def test_strict_mode_stops_an_import_that_comes_later() -> None:
+    """The plugin is loaded first; a fork's own hook has taken the target away."""
+    found = run(
+        "0.26.0",
+        """
+        from wrapt.importer import register_post_import_hook
+        target = "_unwrap_scale_and_prepare_for_moe"
+        register_post_import_hook(lambda module: delattr(module, target), NAIVE)
+        load_general_plugins()
+        try:
+            importlib.import_module(NAIVE)
+        except vllm_moe_dp_fix.runtime.FixNotAppliedError as error:
+            say(error=str(error), imported=NAIVE in sys.modules, F1c=outcomes()["F1c"])
+        """,
+        VLLM_MOE_DP_FIX_STRICT="1",
+    )
+    assert "moe_dp_dispatch could not be applied to vLLM 0.26.0: F1c" in found["error"]
+    assert "has no _unwrap_scale_and_prepare_for_moe" in found["error"]
+    assert not found["imported"]
+    assert found["F1c"] == "target_missing"
+
+
 def status(release: str, **environ: str) -> tuple[int, dict[str, Any]]:
     process = subprocess.run(
         [sys.executable, "-m", "vllm_moe_dp_fix.cli", "status", "--json"],
-        env={**os.environ, "PYTHONPATH": str(SOURCES / f"vllm-{release}"), **environ},
+        env=environment(release, **environ),
         capture_output=True,
         text=True,
         timeout=300,
     )
+    assert process.stdout.startswith("{"), process.stdout[-2000:] + process.stderr[-4000:]
     return process.returncode, json.loads(process.stdout)
 
 
@@ -315,15 +370,24 @@ def test_status(release: str) -> None:
     absent = {"0.19.0": {"F2d"}}.get(release, {"F1b"})
     assert {f for f, row in faults.items() if row["outcome"] == "not_affected"} == absent
     assert {f for f, row in faults.items() if row["affected"]} == faults.keys() - absent
+    assert document["problems"] == []
 
 
-def test_status_where_switches_are_set() -> None:
-    code, document = status("0.26.0", VLLM_PLUGINS="moe_dp_dispach")
+@pytest.mark.parametrize("allowed", ["", "moe_dp_dispach"])
+def test_status_where_vllm_plugins_names_none(allowed: str) -> None:
+    code, document = status("0.26.0", VLLM_PLUGINS=allowed)
     assert code == 0
-    assert {fix["outcome"] for fix in document["fixes"]} == {"switched_off"}
-    assert "VLLM_PLUGINS" in document["fixes"][0]["switched_off_by"]
-    assert any("moe_dp_dispach" in problem for problem in document["problems"])
-    _, document = status("0.26.0", VLLM_MOE_DP_FIX_DISABLE="moe_dp_dispatch")
+    for fix in document["fixes"]:
+        assert fix["outcome"] == "switched_off"
+        assert f"VLLM_PLUGINS={allowed!r}" in fix["switched_off_by"]
+        assert {fault["outcome"] for fault in fix["faults"]} == {"switched_off"}
+    problems = [f"VLLM_PLUGINS names {allowed!r}, which no installed plugin is called"]
+    assert document["problems"] == (problems if allowed else [])
+
+
+def test_status_where_a_fix_is_disabled() -> None:
+    code, document = status("0.26.0", VLLM_MOE_DP_FIX_DISABLE="moe_dp_dispatch")
+    assert code == 0
     dispatch, gather = document["fixes"]
     assert (dispatch["outcome"], gather["outcome"]) == ("switched_off", "applied")
     assert "VLLM_MOE_DP_FIX_DISABLE" in dispatch["switched_off_by"]

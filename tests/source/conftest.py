@@ -22,9 +22,10 @@ SOURCES = (
     Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-moe-dp-fix" / "sources"
 )
 DRIVER_TIMEOUT_S = 600
-_cells = pytest.StashKey[dict[tuple[str, str], bool]]()
-
+Cell = tuple[str, str]
 Report = dict[str, Any]
+_cells = pytest.StashKey[dict[Cell, bool]]()
+_wanted = pytest.StashKey[set[Cell]]()
 
 
 def _drive(release: str, output: Path) -> Report:
@@ -70,16 +71,32 @@ def report_of(
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_cells] = {}
+    config.stash[_wanted] = set()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What is left after ``-k`` and the like is what must get a result."""
+    cells = {cell.args for item in items for cell in item.iter_markers("cell")}
+    config.stash[_wanted].update(cells)
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     outcome: Any = yield
     report = outcome.get_result()
-    if report.when == "call" or report.failed:
+    if (report.when == "call" and not report.skipped) or report.failed:
         cells = item.config.stash[_cells]
         for cell in item.iter_markers("cell"):
             cells[cell.args] = cells.get(cell.args, True) and report.passed
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A cell without a result fails the run."""
+    config = session.config
+    is_run = exitstatus == pytest.ExitCode.OK and not config.option.collectonly
+    if is_run and config.stash[_wanted] - config.stash[_cells].keys():
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -91,20 +108,23 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
     terminalreporter.section("vLLM release and fault")
     terminalreporter.write_line(
-        "cured: shown without the fix, gone with it · absent: not in this release, and not patched"
+        "✓ shown without the fix, gone with it · n.a. not in this release, right without the fix, "
+        "not patched · ✗ wrong · HOLE no result · - not asked for"
     )
     faults = [(fix_id, fault.id) for fix_id in FIX_IDS for fault in load(fix_id).faults]
     terminalreporter.write_line(" " * 8 + "".join(f"{fault_id:>9}" for _, fault_id in faults))
-    holes = 0
     for release in RELEASES:
         line = f"{release:<8}"
         for _, fault_id in faults:
             passed = cells.get((release, fault_id))
-            holes += passed is None
-            right = "cured" if Host.of(release).is_affected(AFFECTED[fault_id]) else "absent"
-            line += f"{right if passed else 'HOLE' if passed is None else 'WRONG':>9}"
+            if passed is None:
+                mark = "HOLE" if (release, fault_id) in config.stash[_wanted] else "-"
+            elif passed:
+                mark = "✓" if Host.of(release).is_affected(AFFECTED[fault_id]) else "n.a."
+            else:
+                mark = "✗"
+            line += f"{mark:>9}"
         terminalreporter.write_line(line)
     fixes = {fix_id: [f for i, f in faults if i == fix_id] for fix_id in FIX_IDS}
     for fix_id, ids in fixes.items():
         terminalreporter.write_line(f"{fix_id}: {', '.join(ids)}")
-    terminalreporter.write_line(f"holes: {holes}")

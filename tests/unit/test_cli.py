@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from vllm_moe_dp_fix import __version__
 from vllm_moe_dp_fix.registry import FIX_IDS
 
 pytestmark = pytest.mark.skipif(
@@ -29,10 +30,17 @@ def test_json_without_vllm() -> None:
     assert document["vllm"] is None
     assert [fix["id"] for fix in document["fixes"]] == list(FIX_IDS)
     assert "vllm" in document["problems"][0]
+    assert document.keys() == {"schema", "plugin", "vllm", "fixes", "problems"}
+    assert document["plugin"] == {"version": __version__}
     for fix in document["fixes"]:
-        assert {"id", "outcome", "reason", "faults"} <= fix.keys()
+        assert fix.keys() == {"id", "summary", "outcome", "reason", "switched_off_by", "faults"}
+        assert fix["outcome"] == "target_missing"
         for fault in fix["faults"]:
-            assert {"id", "affected", "outcome", "reason"} <= fault.keys()
+            assert fault.keys() == {
+                *("id", "summary", "affected", "releases", "used_here"),
+                *("outcome", "reason", "upstream", "removable"),
+            }
+            assert (fault["affected"], fault["used_here"]) == (None, False)
 
 
 def test_text_without_vllm() -> None:

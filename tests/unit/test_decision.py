@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
-from hosting import HostPackage, fault, probe_double, probe_triple, wrap_minus_one
+from hosting import HOST_SOURCE, HostPackage, fault, probe_double, probe_triple, wrap_minus_one
 
 from vllm_moe_dp_fix.decision import carry_out
 from vllm_moe_dp_fix.host import Host
@@ -197,3 +199,49 @@ def test_an_inherited_method_is_added_and_removed(host: HostPackage) -> None:
     assert (module.Sub().double(2), module.Unit().double(2)) == (4, 5)
     assert replacement.undo() is None
     assert "double" not in vars(module.Sub)
+
+
+def test_a_fix_that_breaks_what_was_right_is_undone(host: HostPackage) -> None:
+    """The host has cured one of the two by itself, and the repair would spoil it."""
+    host.path.write_text(HOST_SOURCE.replace("number + number + 1", "number + number    "))
+    module = host.load()
+    verdicts, replacements = carry_out(host.repair(), module, OLD)
+    assert module.Unit().double(2) == 4
+    assert module.triple(2) == 7
+    assert replacements == []
+    assert verdicts["D"].outcome is Outcome.HEALTHY
+    assert verdicts["T"].outcome is Outcome.DID_NOT_TAKE
+    assert "double(2) is 3" in verdicts["T"].reason
+
+
+def test_a_second_probe_that_raises_leaves_all_as_it_was(host: HostPackage, tmp_path: Path) -> None:
+    (tmp_path / "importer_b.py").write_text(f"from {host.name} import triple\n")
+    module, importer = host.load(), importlib.import_module("importer_b")
+    double, triple = vars(module.Unit)["double"], module.triple
+
+    def probe(module: ModuleType) -> str | None:
+        if module.triple is not triple:
+            raise OSError("no second time")
+        return "faulty"
+
+    verdicts, replacements = carry_out(host.repair(faults=(fault("T", probe),)), module, OLD)
+    assert verdicts["T"].outcome is Outcome.DID_NOT_TAKE
+    assert "no second time" in verdicts["T"].reason
+    assert replacements == []
+    assert vars(module.Unit)["double"] is double
+    assert importer.triple is module.triple is triple
+    del sys.modules["importer_b"]
+
+
+def test_undo_reaches_who_imported_ours(host: HostPackage, tmp_path: Path) -> None:
+    """Imported by name while the fix was in: also taken back."""
+    (tmp_path / "importer_c.py").write_text(f"from {host.name} import triple\n")
+    module = host.load()
+    original = module.triple
+    _, replacements = carry_out(host.repair(), module, OLD)
+    importer = importlib.import_module("importer_c")
+    assert importer.triple is module.triple is not original
+    for replacement in reversed(replacements):
+        replacement.undo()
+    assert importer.triple is module.triple is original
+    del sys.modules["importer_c"]

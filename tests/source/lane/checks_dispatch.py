@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from world import Rank
 
-HIDDEN = 64
+HIDDEN = 128
 TOP_K = 2
 EXPERTS = 8
 
@@ -32,11 +32,10 @@ class Batch:
 
     @classmethod
     def of(cls, rank: int, tokens: int, dtype: torch.dtype, top_k: int = TOP_K) -> Batch:
-        """Random rows; an outlier on rank 0 alone, so that the ranks' own scales differ."""
+        """Random rows with outliers that grow with the rank: no two ranks' own scales agree."""
         generator = torch.Generator().manual_seed(1000 + rank)
         rows = torch.randn(tokens, HIDDEN, generator=generator)
-        if rank == 0:
-            rows[:, 3] *= 50.0
+        rows[:, 3] *= 1.0 + 40.0 * rank
         return cls(
             rows.to(dtype),
             torch.rand(tokens, top_k, generator=generator),
@@ -150,8 +149,8 @@ def _per_tensor(rank: Rank, tokens: list[int], scale: torch.Tensor | None, **opt
             now.modular(fp8_config(scale), lora=lora),
             now.monolithic(fp8_config(scale)),
         ):
-            same(rows, want_rows, "rows")
             one_scale(got, want_scale)
+            same(rows, want_rows, "rows")
 
 
 def uneven(rank: Rank) -> None:
@@ -196,6 +195,9 @@ def router_weight_on_input(rank: Rank) -> None:
 
 def static_one_element(rank: Rank) -> None:
     _per_tensor(rank, [1, 36], torch.tensor([0.03]))
+
+
+def static_one_element_even(rank: Rank) -> None:
     _per_tensor(rank, [4, 4], torch.tensor([0.03]))
 
 
@@ -265,6 +267,18 @@ def per_token(rank: Rank) -> None:
         want = _custom_ops.scaled_fp8_quant(now.all.rows, use_per_token_if_dynamic=True)
         for prepare in (now.modular, now.monolithic):
             rows, scale = prepare(fp8_config(per_act_token_quant=True))
+            same(rows, want[0], "rows")
+            same(scale, want[1], "scales")
+
+
+def per_block(rank: Rank) -> None:
+    from vllm.model_executor.layers.quantization.utils import fp8_utils
+
+    rank.use_cuda_communicators()
+    with step(rank, [1, 36]) as now:
+        want = fp8_utils.per_token_group_quant_fp8(now.all.rows, 128)
+        for prepare in (now.modular, now.monolithic):
+            rows, scale = prepare(fp8_config(block_shape=[128, 128]))
             same(rows, want[0], "rows")
             same(scale, want[1], "scales")
 

@@ -6,13 +6,13 @@ Each check runs twice, on freshly forked ranks: without the plugin, and with it.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import checks_collectives as collectives
 import checks_dispatch as dispatch
@@ -31,6 +31,7 @@ class Check(NamedTuple):
         fault: What it shows, or None where it is about behaviour that must not change.
         shows: How the fault looks without the plugin (regular expression).
         since: The first release that has what is checked.
+        needs: A module without which the check is skipped.
     """
 
     run: Callable[[world.Rank], None]
@@ -41,23 +42,28 @@ class Check(NamedTuple):
     tp_size: int = 1
     since: str = ""
     environ: tuple[tuple[str, str], ...] = ()
+    needs: str = ""
 
 
 SHARED = (("VLLM_MOE_DP_FIX_FP8_DISPATCH", "shared_scale"),)
 ROWS = r"AssertionError: 1 != \d+ \[cuda_communicator"
 WRONG = r"rows: \d+% of the bytes differ"
+GATHERED = "get 2 scales"
 NO_GATHER = r"^rank \d: NotImplementedError"
 
 CHECKS = {
     "fp8 1 and 36 tokens": Check(dispatch.uneven, "F1a", DISPATCH, ROWS),
     "fp8 0 and 5 tokens": Check(dispatch.none_on_rank_0, "F1a", DISPATCH, ROWS),
-    "fp8 equal tokens": Check(dispatch.even, "F1a", DISPATCH, WRONG),
+    "fp8 equal tokens": Check(dispatch.even, "F1a", DISPATCH, GATHERED),
     "fp8 four ranks": Check(dispatch.four_ranks, "F1a", DISPATCH, ROWS, 4),
     "fp8 sequence parallel": Check(dispatch.sequence_parallel, "F1a", DISPATCH, ROWS, 2, 2),
     "fp8 from float16": Check(dispatch.half_precision, "F1a", DISPATCH, ROWS),
     "fp8 with LoRA": Check(dispatch.with_lora, "F1a", DISPATCH, ROWS, since="0.21.0"),
     "fp8 weighted input": Check(dispatch.router_weight_on_input, "F1a", DISPATCH, ROWS),
     "fp8 static, 1 element": Check(dispatch.static_one_element, "F1a", DISPATCH, ROWS),
+    "fp8 static, 1 element, equal tokens": Check(
+        dispatch.static_one_element_even, "F1a", DISPATCH, GATHERED
+    ),
     "fp8 shared scale": Check(dispatch.fp8_on_the_wire, "F1a", DISPATCH, ROWS, environ=SHARED),
     "fp8 shared scale, 0 and 5 tokens": Check(
         dispatch.none_on_rank_0, "F1a", DISPATCH, ROWS, environ=SHARED
@@ -73,6 +79,7 @@ CHECKS = {
     "mxfp8 row-major": Check(dispatch.mxfp8_row_major, None, DISPATCH),
     "unquantized": Check(dispatch.unquantized, None, DISPATCH),
     "fp8 per token": Check(dispatch.per_token, None, DISPATCH),
+    "fp8 per block": Check(dispatch.per_block, None, DISPATCH, needs="triton"),
     "fp8 deferred": Check(dispatch.deferred, None, DISPATCH),
     "wrong rows, uneven": Check(collectives.wrong_rows_uneven, "F2a", GATHER, "group left open"),
     "wrong rows, four ranks": Check(
@@ -96,6 +103,9 @@ CHECKS = {
     "CPU dispatch and combine": Check(
         collectives.cpu_dispatch_and_combine, "F2d", GATHER, NO_GATHER
     ),
+    "CPU dispatch and combine, four ranks": Check(
+        collectives.cpu_dispatch_and_combine, "F2d", GATHER, NO_GATHER, 4
+    ),
 }
 
 IMPORTS = (
@@ -105,6 +115,11 @@ IMPORTS = (
     "vllm.distributed.device_communicators.cuda_communicator",
     "vllm.forward_context",
     "vllm.model_executor.layers.fused_moe.prepare_finalize.naive_dp_ep",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm_moe_dp_fix.decision",
+    "vllm_moe_dp_fix.fixes.moe_dp_all_gather",
+    "vllm_moe_dp_fix.fixes.moe_dp_dispatch",
+    "wrapt.importer",
 )
 
 
@@ -113,13 +128,17 @@ def main(output: Path, names: list[str]) -> None:
 
     for name in IMPORTS:
         importlib.import_module(name)
+    vllm.config.VllmConfig()  # imports the rest, which each rank would import by itself
     torch.set_num_threads(1)
     twins.register_fp8_ops()
     twins.install_flashinfer()
-    results = {}
+    results: dict[str, Any] = {}
     for name in names or CHECKS:
         check = CHECKS[name]
         if not is_in(check, vllm.__version__):
+            continue
+        if check.needs and importlib.util.find_spec(check.needs) is None:
+            results[name] = {"skipped": f"vLLM's own code needs {check.needs}"}
             continue
         os.environ.update(check.environ)
         results[name] = {

@@ -8,7 +8,7 @@ import json
 import os
 import select
 import signal
-import socket
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -108,23 +108,23 @@ def run(check: Callable[[Rank], None], dp_size: int, tp_size: int, fix_ids: list
         What went wrong, one line a rank that raised, rank by rank; empty where all was right. Ranks
         that only lost their peers are left out where a peer says why.
     """
-    world_size = dp_size * tp_size
-    port = _free_port()
     pipes: list[int] = []
     pids: list[int] = []
-    for rank in range(world_size):
-        reader, writer = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            _child(check, rank, dp_size, tp_size, port, fix_ids, writer)
-        os.close(writer)
-        pipes.append(reader)
-        pids.append(pid)
-    said = _collect(pipes)
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+    # The ranks meet in a file: a free port can be taken before they listen on it.
+    with tempfile.TemporaryDirectory() as meeting:
+        for rank in range(dp_size * tp_size):
+            reader, writer = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                _child(check, rank, dp_size, tp_size, meeting, fix_ids, writer)
+            os.close(writer)
+            pipes.append(reader)
+            pids.append(pid)
+        said = _collect(pipes)
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
     lines = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text != "right"]
     own = [line for line in lines if "peer" not in line.lower()]
     return own or lines
@@ -135,13 +135,13 @@ def _child(
     rank: int,
     dp_size: int,
     tp_size: int,
-    port: int,
+    meeting: str,
     fix_ids: list[str],
     writer: int,
 ) -> None:
     try:
         os.environ["VLLM_PLUGINS"] = ",".join(fix_ids)
-        with _parallel_state(rank, dp_size, tp_size, port) as state:
+        with _parallel_state(rank, dp_size, tp_size, meeting) as state:
             from vllm.plugins import load_general_plugins
 
             load_general_plugins()
@@ -153,19 +153,19 @@ def _child(
         result = f"{type(error).__name__}: {error} [{place}]"
         if os.environ.get("SOURCE_LANE_TRACEBACK"):
             traceback.print_exc()
-    os.write(writer, json.dumps(result).encode()[:60000])
+    os.write(writer, json.dumps(result[:2000]).encode())  # at once: it fits the pipe
     # Exit at once: peers that wait for this rank see its sockets close.
     os._exit(0)
 
 
 @contextlib.contextmanager
-def _parallel_state(rank: int, dp_size: int, tp_size: int, port: int) -> Iterator[Rank]:
+def _parallel_state(rank: int, dp_size: int, tp_size: int, meeting: str) -> Iterator[Rank]:
     from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
     dist.init_process_group(
         "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
+        init_method=f"file://{meeting}/store",
         rank=rank,
         world_size=dp_size * tp_size,
         timeout=timedelta(seconds=TIMEOUT_S // 2),
@@ -194,9 +194,3 @@ def _collect(pipes: list[int]) -> list[str]:
     for pipe in pipes:
         os.close(pipe)
     return said
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
