@@ -149,15 +149,7 @@ def test_entry_points_are_light() -> None:
     assert process.stdout.strip() == "[]", process.stderr
 
 
-def test_vllm_plugins_selects_by_name() -> None:
-    found = run(
-        "0.26.0", "load_general_plugins(); say(ours=ours())", VLLM_PLUGINS="moe_dp_dispatch"
-    )
-    assert len(found["ours"]) == 3
-    assert not any("Communicator" in name for name in found["ours"])
-
-
-def test_import_by_name_is_rebound(tmp_path: Path) -> None:
+def test_vllm_plugins_selects_and_import_by_name_is_rebound(tmp_path: Path) -> None:
     (tmp_path / "by_name.py").write_text(
         "from vllm.model_executor.layers.fused_moe.prepare_finalize.naive_dp_ep import (\n"
         "    _unwrap_scale_and_prepare_for_moe as unwrap,\n)\n"
@@ -170,12 +162,17 @@ def test_import_by_name_is_rebound(tmp_path: Path) -> None:
         original = [by_name.unwrap]  # in a list: a global of this name would be bound anew, too
         load_general_plugins()
         bound = by_name.unwrap is naive._unwrap_scale_and_prepare_for_moe is not original[0]
+        selected = ours()
         vllm_moe_dp_fix.uninstall("moe_dp_dispatch")
-        say(bound=bound, restored=by_name.unwrap is original[0])
+        say(bound=bound, selected=selected, restored=by_name.unwrap is original[0])
         """,
         tmp_path,
+        VLLM_PLUGINS="moe_dp_dispatch",
     )
-    assert found == {"bound": True, "restored": True}
+    assert found["bound"]
+    assert found["restored"]
+    assert len(found["selected"]) == 3
+    assert not any("Communicator" in name for name in found["selected"])
 
 
 def test_a_wrapper_put_over_ours_stays() -> None:
@@ -307,43 +304,39 @@ def test_a_build_that_is_repaired_already_is_left_alone() -> None:
     assert set(found["outcomes"].values()) == {"healthy"}
 
 
-def test_strict_mode_stops_the_import() -> None:
-    found = run(
-        "0.26.0",
-        """
-        targets()
-        del sys.modules[CPU].CpuCommunicator
-        try:
-            load_general_plugins()
-        except vllm_moe_dp_fix.runtime.FixNotAppliedError as error:
-            say(error=str(error))
-        """,
-        VLLM_MOE_DP_FIX_STRICT="1",
-    )
-    assert "moe_dp_all_gather could not be applied to vLLM 0.26.0" in found["error"]
-    assert "CpuCommunicator" in found["error"]
-
-
-def test_strict_mode_stops_an_import_that_comes_later() -> None:
-    """The plugin is loaded first; a fork's own hook has taken the target away."""
+def test_strict_mode_stops_the_import_and_the_start() -> None:
+    """A target is gone: first in a module that is imported after the plugin, then before it."""
     found = run(
         "0.26.0",
         """
         from wrapt.importer import register_post_import_hook
+        FixNotAppliedError = vllm_moe_dp_fix.runtime.FixNotAppliedError
         target = "_unwrap_scale_and_prepare_for_moe"
         register_post_import_hook(lambda module: delattr(module, target), NAIVE)
         load_general_plugins()
+        at_import = at_start = None
         try:
             importlib.import_module(NAIVE)
-        except vllm_moe_dp_fix.runtime.FixNotAppliedError as error:
-            say(error=str(error), imported=NAIVE in sys.modules, F1c=outcomes()["F1c"])
+        except FixNotAppliedError as error:
+            at_import = str(error)
+        imported, F1c = NAIVE in sys.modules, outcomes()["F1c"]
+        vllm_moe_dp_fix.uninstall("moe_dp_all_gather")
+        del importlib.import_module(CPU).CpuCommunicator
+        vllm.plugins.plugins_loaded = False
+        try:
+            load_general_plugins()
+        except FixNotAppliedError as error:
+            at_start = str(error)
+        say(at_import=at_import, imported=imported, F1c=F1c, at_start=at_start)
         """,
         VLLM_MOE_DP_FIX_STRICT="1",
     )
-    assert "moe_dp_dispatch could not be applied to vLLM 0.26.0: F1c" in found["error"]
-    assert "has no _unwrap_scale_and_prepare_for_moe" in found["error"]
+    assert "moe_dp_dispatch could not be applied to vLLM 0.26.0: F1c" in found["at_import"]
+    assert "has no _unwrap_scale_and_prepare_for_moe" in found["at_import"]
     assert not found["imported"]
     assert found["F1c"] == "target_missing"
+    assert "moe_dp_all_gather could not be applied to vLLM 0.26.0: F2d" in found["at_start"]
+    assert "has no CpuCommunicator.all_gatherv" in found["at_start"]
 
 
 def status(release: str, **environ: str) -> tuple[int, dict[str, Any]]:

@@ -6,11 +6,12 @@ Each check runs twice, on freshly forked ranks: without the plugin, and with it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ class Check(NamedTuple):
         needs: A module without which the check is skipped.
     """
 
-    run: Callable[[world.Rank], None]
+    run: world.Check
     fault: str | None
     fix: str
     shows: str = ""
@@ -133,22 +134,48 @@ def main(output: Path, names: list[str]) -> None:
     twins.register_fp8_ops()
     twins.install_flashinfer()
     results: dict[str, Any] = {}
-    for name in names or CHECKS:
-        check = CHECKS[name]
-        if not is_in(check, vllm.__version__):
-            continue
-        if check.needs and importlib.util.find_spec(check.needs) is None:
-            results[name] = {"skipped": f"vLLM's own code needs {check.needs}"}
-            continue
-        os.environ.update(check.environ)
-        results[name] = {
-            when: world.run(check.run, check.dp_size, check.tp_size, fixes)
-            for when, fixes in (("without", []), ("with", [check.fix]))
-        }
-        for variable, _ in check.environ:
-            del os.environ[variable]
+    chosen = [name for name in names or CHECKS if is_in(CHECKS[name], vllm.__version__)]
+    for name in chosen:
+        needs = CHECKS[name].needs
+        if needs and importlib.util.find_spec(needs) is None:
+            results[name] = {"skipped": f"vLLM's own code needs {needs}"}
+        else:
+            results[name] = {"without": alone(name, [])}
+    for name, found in cured([name for name in chosen if "skipped" not in results[name]]).items():
+        results[name]["with"] = found
     report = {"vllm": vllm.__version__, "verdicts": verdicts(), "checks": results}
     output.write_text(json.dumps(report, indent=1))
+
+
+def alone(name: str, fixes: list[str]) -> list[str]:
+    """Runs a check on ranks of its own: where it fails, they are out of step afterwards."""
+    check = CHECKS[name]
+    with environment(check.environ):
+        return world.run({name: check.run}, check.dp_size, check.tp_size, fixes)[name]
+
+
+def cured(names: list[str]) -> dict[str, list[str]]:
+    """Runs checks with their fix; those that need the same ranks share them while all is right."""
+    groups: dict[Any, list[str]] = {}
+    for name in names:
+        check = CHECKS[name]
+        key = (check.dp_size, check.tp_size, check.fix, check.environ)
+        groups.setdefault(key, []).append(name)
+    found: dict[str, list[str]] = {}
+    for (dp_size, tp_size, fix, environ), members in groups.items():
+        with environment(environ):
+            checks = {name: CHECKS[name].run for name in members}
+            found |= world.run(checks, dp_size, tp_size, [fix])
+        found |= {name: alone(name, [fix]) for name in members if name not in found}
+    return found
+
+
+@contextlib.contextmanager
+def environment(variables: tuple[tuple[str, str], ...]) -> Iterator[None]:
+    os.environ.update(variables)
+    yield
+    for variable, _ in variables:
+        del os.environ[variable]
 
 
 def is_in(check: Check, release: str) -> bool:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT_S = 60
+RIGHT = "right"
 
 
 @dataclass
@@ -41,6 +42,19 @@ class Rank:
     @property
     def dp_rank(self) -> int:
         return self.rank // self.tp_size
+
+    @contextlib.contextmanager
+    def own_communicators(self) -> Iterator[None]:
+        """Gives the groups the communicators that vLLM made for them back afterwards."""
+        from vllm.distributed import get_dp_group, get_ep_group
+
+        groups = (get_dp_group(), get_ep_group())
+        before = [group.device_communicator for group in groups]
+        managers = [communicator.all2all_manager for communicator in before]
+        yield
+        for group, communicator, manager in zip(groups, before, managers, strict=True):
+            group.device_communicator = communicator
+            communicator.all2all_manager = manager
 
     def use_cuda_communicators(self) -> Any:
         """Puts real ``CudaCommunicator`` objects over NCCL twins into the DP and EP groups.
@@ -78,6 +92,9 @@ class Rank:
                 yield
 
 
+Check = Callable[[Rank], None]
+
+
 def cuda_communicator(group: Any) -> Any:
     from twins import NcclTwin
     from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager
@@ -101,12 +118,15 @@ def cuda_communicator(group: Any) -> Any:
     return communicator
 
 
-def run(check: Callable[[Rank], None], dp_size: int, tp_size: int, fix_ids: list[str]) -> list[str]:
-    """Runs ``check`` on freshly forked ranks, with the given fixes loaded.
+def run(
+    checks: dict[str, Check], dp_size: int, tp_size: int, fix_ids: list[str]
+) -> dict[str, list[str]]:
+    """Runs checks one after the other on freshly forked ranks, with the given fixes loaded.
 
     Returns:
-        What went wrong, one line a rank that raised, rank by rank; empty where all was right. Ranks
-        that only lost their peers are left out where a peer says why.
+        For each check what went wrong, one line a rank that raised; empty where all was right.
+        Ranks that only lost their peers are left out where a peer says why. The ranks end at the
+        first check that fails; those after it are missing.
     """
     pipes: list[int] = []
     pids: list[int] = []
@@ -116,22 +136,27 @@ def run(check: Callable[[Rank], None], dp_size: int, tp_size: int, fix_ids: list
             reader, writer = os.pipe()
             pid = os.fork()
             if pid == 0:
-                _child(check, rank, dp_size, tp_size, meeting, fix_ids, writer)
+                _child(checks, rank, dp_size, tp_size, meeting, fix_ids, writer)
             os.close(writer)
             pipes.append(reader)
             pids.append(pid)
-        said = _collect(pipes)
+        said = _collect(pipes, next(iter(checks)))
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    lines = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text != "right"]
-    own = [line for line in lines if "peer" not in line.lower()]
-    return own or lines
+    results: dict[str, list[str]] = {}
+    for name in checks:
+        texts = [by_check.get(name, "ended before") for by_check in said]
+        lines = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text != RIGHT]
+        results[name] = [line for line in lines if "peer" not in line.lower()] or lines
+        if lines:
+            break
+    return results
 
 
 def _child(
-    check: Callable[[Rank], None],
+    checks: dict[str, Check],
     rank: int,
     dp_size: int,
     tp_size: int,
@@ -139,21 +164,25 @@ def _child(
     fix_ids: list[str],
     writer: int,
 ) -> None:
+    said: dict[str, str] = {}
+    name = next(iter(checks))
     try:
         os.environ["VLLM_PLUGINS"] = ",".join(fix_ids)
         with _parallel_state(rank, dp_size, tp_size, meeting) as state:
             from vllm.plugins import load_general_plugins
 
             load_general_plugins()
-            check(state)
-        result = "right"
+            for name, check in checks.items():
+                with state.own_communicators():
+                    check(state)
+                said[name] = RIGHT
     except BaseException as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{os.path.basename(where.filename)}:{where.lineno}"
-        result = f"{type(error).__name__}: {error} [{place}]"
+        said[name] = f"{type(error).__name__}: {str(error)[:2000]} [{place}]"
         if os.environ.get("SOURCE_LANE_TRACEBACK"):
             traceback.print_exc()
-    os.write(writer, json.dumps(result[:2000]).encode())  # at once: it fits the pipe
+    os.write(writer, json.dumps(said).encode())  # at once: it fits the pipe
     # Exit at once: peers that wait for this rank see its sockets close.
     os._exit(0)
 
@@ -179,18 +208,18 @@ def _parallel_state(rank: int, dp_size: int, tp_size: int, meeting: str) -> Iter
         yield Rank(rank, dp_size * tp_size, dp_size, tp_size, config)
 
 
-def _collect(pipes: list[int]) -> list[str]:
-    said = [""] * len(pipes)
+def _collect(pipes: list[int], first: str) -> list[dict[str, str]]:
+    """What each rank says of the checks; a rank without a word fails the first."""
+    said = [{first: f"hangs: no word in {TIMEOUT_S} s"} for _ in pipes]
     deadline = time.monotonic() + TIMEOUT_S
     waiting = dict(enumerate(pipes))
     while waiting and time.monotonic() < deadline:
         ready, _, _ = select.select(list(waiting.values()), [], [], 1.0)
         for rank, pipe in list(waiting.items()):
             if pipe in ready:
-                said[rank] = json.loads(os.read(pipe, 65536) or b'"died without a word"')
+                text = os.read(pipe, 65536)
+                said[rank] = json.loads(text) if text else {first: "died without a word"}
                 del waiting[rank]
-    for rank in waiting:
-        said[rank] = f"hangs: no word in {TIMEOUT_S} s"
     for pipe in pipes:
         os.close(pipe)
     return said
