@@ -395,6 +395,8 @@ def demonstrate(model: Path, lane: Lane) -> Outcome:
         _title("1. vllm serve --data-parallel-size 2, without the plugin")
         with serve(model, lane, "before", 2, plugins="") as server:
             server.wait_until_healthy()
+            if lane is CUDA:  # memory that another server frees disturbs vLLM's profiling
+                alone.wait_until_healthy()
             before = ask_all(server, "DP=2 without the plugin", stream=False)
             before.said = _last_error(server, lane)
         print(f"    {before.errors[0] if before.errors else 'every request was answered'}")
@@ -459,6 +461,9 @@ def report(outcome: Outcome, lane: Lane) -> bool:
     print("\nlogs:", *(f"  {case.log}" for case in outcome.cases), sep="\n")
     if not lane.same_tokens:
         print("FP8 tokens may differ from DP=1: the one scale depends on what is batched together.")
+        pairs = zip(outcome.after.tokens, outcome.reference.tokens, strict=True)
+        first = sum(bool(ours and theirs and ours[0] == theirs[0]) for ours, theirs in pairs)
+        print(f"First tokens that agree with DP=1: {first} of {total}.")
     problems = outcome.problems(lane)
     print("\n" + ("\n".join(f"FAILED: {text}" for text in problems) or "The demonstration held."))
     return not problems

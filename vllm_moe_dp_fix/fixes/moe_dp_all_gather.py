@@ -168,6 +168,9 @@ def _wrap_cpu_all_gatherv(original: FunctionType, module: ModuleType) -> Functio
     import torch
     import torch.distributed as dist
 
+    # The newer name, where torch has it, does not warn.
+    all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
     def as_bytes(tensor: Tensor) -> Tensor:
         return tensor.reshape(-1).view(torch.uint8)
 
@@ -201,7 +204,7 @@ def _wrap_cpu_all_gatherv(original: FunctionType, module: ModuleType) -> Functio
             sent[offset:end] = as_bytes(tensor)
             offset = end
         received = torch.empty(world_size * width, dtype=torch.uint8)
-        dist.all_gather_into_tensor(received, sent, group=self.device_group)
+        all_gather(received, sent, group=self.device_group)
 
         starts = [0] * len(tensors)
         for rank, buffer in enumerate(received.view(world_size, width).unbind(0)):

@@ -163,6 +163,7 @@ def _all_reduce_max(tensor: Tensor, group: Any) -> Tensor:
 
 
 def _wrap_unwrap_scale(original: FunctionType, module: ModuleType) -> FunctionType:
+    import torch
     from vllm.model_executor.layers.quantization.utils.mxfp8_utils import swizzle_mxfp8_scale
 
     @functools.wraps(original)
@@ -170,7 +171,7 @@ def _wrap_unwrap_scale(original: FunctionType, module: ModuleType) -> FunctionTy
         scale: Tensor = original(scales, quant_config)
         if quant_config.quant_dtype != "mxfp8" or not _wants_swizzled_scale(quant_config):
             return scale
-        if scale.is_cuda:
+        if scale.is_cuda and torch.version.hip is None:  # FlashInfer's kernel, as for NVFP4
             return module.nvfp4_block_scale_interleave(scale)
         rows, blocks = scale.shape
         return swizzle_mxfp8_scale(scale, rows, blocks * 32)

@@ -80,6 +80,7 @@ CHECKS = {
     "mxfp8 row-major": Check(dispatch.mxfp8_row_major, None, DISPATCH),
     "unquantized": Check(dispatch.unquantized, None, DISPATCH),
     "fp8 per token": Check(dispatch.per_token, None, DISPATCH),
+    "fp8 per token, shared scale": Check(dispatch.per_token, None, DISPATCH, environ=SHARED),
     "fp8 per block": Check(dispatch.per_block, None, DISPATCH, needs="triton"),
     "fp8 deferred": Check(dispatch.deferred, None, DISPATCH),
     "wrong rows, uneven": Check(collectives.wrong_rows_uneven, "F2a", GATHER, "group left open"),
