@@ -272,11 +272,11 @@ def per_token(rank: Rank) -> None:
 
 
 def per_block(rank: Rank) -> None:
-    from vllm.model_executor.layers.quantization.utils import fp8_utils
+    from vllm.model_executor.layers.fused_moe import utils
 
     rank.use_cuda_communicators()
     with step(rank, [1, 36]) as now:
-        want = fp8_utils.per_token_group_quant_fp8(now.all.rows, 128)
+        want = utils.per_token_group_quant_fp8(now.all.rows, 128)
         for prepare in (now.modular, now.monolithic):
             rows, scale = prepare(fp8_config(block_shape=[128, 128]))
             same(rows, want[0], "rows")

@@ -7,7 +7,7 @@ Each check runs twice, on freshly forked ranks: without the plugin, and with it.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
 import json
 import os
 import sys
@@ -32,7 +32,6 @@ class Check(NamedTuple):
         fault: What it shows, or None where it is about behaviour that must not change.
         shows: How the fault looks without the plugin (regular expression).
         since: The first release that has what is checked.
-        needs: A module without which the check is skipped.
     """
 
     run: world.Check
@@ -43,7 +42,6 @@ class Check(NamedTuple):
     tp_size: int = 1
     since: str = ""
     environ: tuple[tuple[str, str], ...] = ()
-    needs: str = ""
 
 
 SHARED = (("VLLM_MOE_DP_FIX_FP8_DISPATCH", "shared_scale"),)
@@ -81,7 +79,7 @@ CHECKS = {
     "unquantized": Check(dispatch.unquantized, None, DISPATCH),
     "fp8 per token": Check(dispatch.per_token, None, DISPATCH),
     "fp8 per token, shared scale": Check(dispatch.per_token, None, DISPATCH, environ=SHARED),
-    "fp8 per block": Check(dispatch.per_block, None, DISPATCH, needs="triton"),
+    "fp8 per block": Check(dispatch.per_block, None, DISPATCH),
     "fp8 deferred": Check(dispatch.deferred, None, DISPATCH),
     "wrong rows, uneven": Check(collectives.wrong_rows_uneven, "F2a", GATHER, "group left open"),
     "wrong rows, four ranks": Check(
@@ -133,17 +131,12 @@ def main(output: Path, names: list[str]) -> None:
     vllm.config.VllmConfig()  # imports the rest, which each rank would import by itself
     torch.set_num_threads(1)
     twins.register_fp8_ops()
+    twins.install_block_quantizer()
     twins.install_flashinfer()
-    results: dict[str, Any] = {}
     chosen = [name for name in names or CHECKS if is_in(CHECKS[name], vllm.__version__)]
-    for name in chosen:
-        needs = CHECKS[name].needs
-        if needs and importlib.util.find_spec(needs) is None:
-            results[name] = {"skipped": f"vLLM's own code needs {needs}"}
-        else:
-            results[name] = {"without": alone(name, [])}
-    for name, found in cured([name for name in chosen if "skipped" not in results[name]]).items():
-        results[name]["with"] = found
+    without = {name: alone(name, []) for name in chosen}
+    healed = cured(chosen)
+    results = {name: {"without": without[name], "with": healed[name]} for name in chosen}
     report = {"vllm": vllm.__version__, "verdicts": verdicts(), "checks": results}
     output.write_text(json.dumps(report, indent=1))
 

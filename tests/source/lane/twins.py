@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU twins of what a CPU build of vLLM lacks: NCCL, a few ``_C`` ops, FlashInfer's MXFP8.
+"""CPU twins of what a CPU build of vLLM lacks: NCCL, FP8 quantizers, FlashInfer's MXFP8.
 
 Everything else in these tests is vLLM's own code.
 """
@@ -154,6 +154,21 @@ def register_fp8_ops() -> None:
     ops.impl("dynamic_per_token_scaled_fp8_quant", per_token, "CPU")
     ops.impl("static_scaled_fp8_quant", static, "CPU")
     globals()["_ops"] = ops  # a library unregisters its ops when it is collected
+
+
+def install_block_quantizer() -> None:
+    """The FP8 quantizer for blocks along a row, which is a Triton kernel."""
+    from vllm.model_executor.layers.fused_moe import utils
+
+    def per_token_group_quant_fp8(
+        rows: torch.Tensor, group_size: int, **_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        groups = rows.float().view(rows.shape[0], -1, group_size)
+        scale = groups.abs().amax(-1).clamp(min=1e-10) / FP8_MAX
+        values = (groups / scale[..., None]).clamp(-FP8_MAX, FP8_MAX)
+        return values.view(rows.shape).to(torch.float8_e4m3fn), scale
+
+    utils.per_token_group_quant_fp8 = per_token_group_quant_fp8
 
 
 def install_flashinfer() -> None:
