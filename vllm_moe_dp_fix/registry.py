@@ -24,9 +24,15 @@ MODULES = {
 FIX_IDS = tuple(MODULES)
 
 
-def load(fix_id: str) -> Fix:
-    """The record of a fix."""
+def modules_of(fix_id: str) -> tuple[str, ...]:
+    """The modules of vLLM that a fix repairs. Raises KeyError where there is no such fix."""
     if fix_id not in MODULES:
         raise KeyError(f"{fix_id!r} is no fix; known: {', '.join(FIX_IDS)}")
+    return MODULES[fix_id]
+
+
+def load(fix_id: str) -> Fix:
+    """The record of a fix."""
+    modules_of(fix_id)
     fix: Fix = import_module(f"vllm_moe_dp_fix.fixes.{fix_id}").FIX
     return fix

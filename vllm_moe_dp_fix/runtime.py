@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from vllm_moe_dp_fix import settings
 from vllm_moe_dp_fix.importhook import when_imported, when_imported_again
-from vllm_moe_dp_fix.registry import FIX_IDS, MODULES, load
+from vllm_moe_dp_fix.registry import FIX_IDS, load, modules_of
 
 # What judges and patches is imported when there is something to judge: vLLM waits for us at start.
 if TYPE_CHECKING:
@@ -63,8 +63,7 @@ def install(fix_id: str) -> Verdict | None:
         SettingsError: A setting cannot be understood, and strict mode is on.
         FixNotAppliedError: The fix is needed and cannot be applied, and strict mode is on.
     """
-    if fix_id not in MODULES:
-        raise KeyError(f"{fix_id!r} is no fix; known: {', '.join(FIX_IDS)}")
+    modules = modules_of(fix_id)
     state = _states[fix_id]
     chosen = settings.read(FIX_IDS)
     if chosen.problems:
@@ -81,7 +80,7 @@ def install(fix_id: str) -> Verdict | None:
         _say_once(logging.INFO, f"{fix_id}: switched off by {settings.DISABLE}")
         return verdict
     state.active = True
-    for name in MODULES[fix_id]:
+    for name in modules:
         when_imported(name, partial(_on_import, fix_id))
     if not state.judged:
         return None

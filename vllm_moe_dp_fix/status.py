@@ -9,7 +9,7 @@ import importlib.metadata
 import io
 import logging
 import os
-import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -185,21 +185,17 @@ def _ids(fix: Fix) -> list[str]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps what vLLM prints and logs while it is imported out of the report."""
+    """Keeps what vLLM prints, warns of and logs while it is imported out of the report."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
+    nowhere = io.StringIO()
     try:
-        with contextlib.redirect_stdout(io.StringIO()), _null_stderr():
+        with (
+            contextlib.redirect_stdout(nowhere),
+            contextlib.redirect_stderr(nowhere),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(before)
-
-
-@contextlib.contextmanager
-def _null_stderr() -> Iterator[None]:
-    import warnings
-
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield
-    sys.stderr.flush()

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trees import tree_of
 
-SOURCES = Path(
-    os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "vllm-moe-dp-fix", "sources"
-)
 RELEASES = ("0.19.0", "0.26.0", "0.33.0")
 
 # What every case starts with.
@@ -56,11 +54,8 @@ def say(**found):
 
 def environment(release: str, *folders: Path, **environ: str) -> dict[str, str]:
     """This process's environment with that release's tree, and no settings but the given ones."""
-    tree = SOURCES / f"vllm-{release}"
-    if not tree.is_dir():
-        pytest.fail(f"{tree} is missing; scripts/source_lane.sh brings it")
     kept = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
-    path = os.pathsep.join(map(str, (tree, *folders)))
+    path = os.pathsep.join(map(str, (tree_of(release), *folders)))
     return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environ}
 
 

@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trees import tree_of
 
 from vllm_moe_dp_fix.registry import FIX_IDS, load
 from vllm_moe_dp_fix.releases import RELEASES
 
 HERE = Path(__file__).parent
-SOURCES = (
-    Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-moe-dp-fix" / "sources"
-)
 DRIVER_TIMEOUT_S = 600
 Cell = tuple[str, str]
 Report = dict[str, Any]
@@ -29,12 +27,9 @@ _wanted = pytest.StashKey[set[Cell]]()
 
 
 def _drive(release: str, output: Path) -> Report:
-    tree = SOURCES / f"vllm-{release}"
-    if not tree.is_dir():
-        raise FileNotFoundError(f"{tree} is missing; scripts/source_lane.sh brings it")
     environ = {
         **os.environ,
-        "PYTHONPATH": str(tree),
+        "PYTHONPATH": str(tree_of(release)),
         "OMP_NUM_THREADS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }

@@ -17,6 +17,15 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def write_arms(folder: Path, name: str) -> None:
+    """A module that waits for the host of that name, and keeps its value."""
+    (folder / f"{name}_arms.py").write_text(
+        "from vllm_moe_dp_fix.importhook import when_imported\n"
+        "seen = []\n"
+        f"when_imported('{name}_host', lambda module: seen.append(module.value))\n"
+    )
+
+
 def test_a_later_import(write: Path) -> None:
     (write / "later_host.py").write_text("value = 1\n")
     seen: list[int] = []
@@ -37,11 +46,7 @@ def test_an_earlier_import(write: Path) -> None:
 def test_an_import_that_is_under_way(write: Path) -> None:
     """Armed from inside the host's own import, before it defines what is patched."""
     (write / "half_host.py").write_text("import half_arms\nvalue = 3\n")
-    (write / "half_arms.py").write_text(
-        "from vllm_moe_dp_fix.importhook import when_imported\n"
-        "seen = []\n"
-        "when_imported('half_host', lambda module: seen.append(module.value))\n"
-    )
+    write_arms(write, "half")
     (write / "half_next.py").write_text("")
     importlib.import_module("half_host")
     arms: ModuleType = sys.modules["half_arms"]
@@ -54,11 +59,7 @@ def test_an_import_that_is_under_way(write: Path) -> None:
 def test_an_import_under_way_that_fails(write: Path) -> None:
     """The module is gone again; a second, good import is still seen."""
     (write / "bad_host.py").write_text("import bad_arms\nraise ImportError\n")
-    (write / "bad_arms.py").write_text(
-        "from vllm_moe_dp_fix.importhook import when_imported\n"
-        "seen = []\n"
-        "when_imported('bad_host', lambda module: seen.append(module.value))\n"
-    )
+    write_arms(write, "bad")
     with pytest.raises(ImportError):
         importlib.import_module("bad_host")
     (write / "bad_host.py").write_text("value = 4\n")

@@ -13,6 +13,10 @@ from vllm_moe_dp_fix.host import Host
 from vllm_moe_dp_fix.records import Outcome
 
 
+def no_vllm() -> Host:
+    raise RuntimeError("no vLLM today")
+
+
 def test_plugin_first(unit_fix: HostPackage) -> None:
     assert runtime.install(FIX_ID) is None
     module = unit_fix.load()
@@ -122,10 +126,7 @@ def test_a_misspelt_setting_is_warned_of_and_in_strict_mode_an_error(
 def test_nothing_unexpected_reaches_vllm(
     unit_fix: HostPackage, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken() -> Host:
-        raise RuntimeError("no vLLM today")
-
-    monkeypatch.setattr("vllm_moe_dp_fix.host.detect", broken)
+    monkeypatch.setattr("vllm_moe_dp_fix.host.detect", no_vllm)
     module = unit_fix.load()
     runtime.activate(FIX_ID)
     assert "could not be judged" in caplog.text
@@ -216,11 +217,8 @@ def test_what_cannot_be_armed(
 def test_strict_stops_what_cannot_be_judged(
     unit_fix: HostPackage, monkeypatch: pytest.MonkeyPatch, imported_first: bool
 ) -> None:
-    def broken() -> Host:
-        raise RuntimeError("no vLLM today")
-
     monkeypatch.setenv(settings.STRICT, "1")
-    monkeypatch.setattr("vllm_moe_dp_fix.host.detect", broken)
+    monkeypatch.setattr("vllm_moe_dp_fix.host.detect", no_vllm)
     if imported_first:
         unit_fix.load()
     else:

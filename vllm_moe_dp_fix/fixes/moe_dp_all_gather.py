@@ -123,7 +123,7 @@ def _wrap_cuda_all_gatherv(original: FunctionType, module: ModuleType) -> Functi
 
 
 def _wrap_cuda_reduce_scatterv(original: FunctionType, module: ModuleType) -> FunctionType:
-    if original.__name__ == "reduce_scatterv":  # to 0.31.0
+    if not hasattr(module.CudaCommunicator, "_reduce_scatterv"):  # to 0.31.0
 
         @functools.wraps(original)
         def reduce_scatterv(
@@ -164,15 +164,19 @@ def _scattered_rows(tensor: Tensor, dim: int) -> int:
 # --- CPU ------------------------------------------------------------------------------------
 
 
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The tensor's memory; a copy of it where the tensor is not contiguous."""
+    import torch
+
+    return tensor.reshape(-1).view(torch.uint8)
+
+
 def _wrap_cpu_all_gatherv(original: FunctionType, module: ModuleType) -> FunctionType:
     import torch
     import torch.distributed as dist
 
     # The newer name, where torch has it, does not warn.
     all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-
-    def as_bytes(tensor: Tensor) -> Tensor:
-        return tensor.reshape(-1).view(torch.uint8)
 
     @functools.wraps(original)
     def all_gatherv(
@@ -189,6 +193,7 @@ def _wrap_cpu_all_gatherv(original: FunctionType, module: ModuleType) -> Functio
         rows = [[t.shape[0]] * world_size if sizes is None else sizes for t in tensors]
         row_bytes = [t.element_size() * t.shape[1:].numel() for t in tensors]
         outputs = [t.new_empty((sum(r), *t.shape[1:])) for t, r in zip(tensors, rows, strict=True)]
+        result = outputs[0] if isinstance(input_, torch.Tensor) else outputs
 
         # One gather for all tensors: each rank's, one behind the other, padded to the largest rank.
         width = max(
@@ -196,12 +201,12 @@ def _wrap_cpu_all_gatherv(original: FunctionType, module: ModuleType) -> Functio
             for rank in range(world_size)
         )
         if width == 0:
-            return outputs[0] if isinstance(input_, torch.Tensor) else outputs
+            return result
         sent = torch.empty(width, dtype=torch.uint8)
         offset = 0
         for tensor in tensors:
             end = offset + tensor.numel() * tensor.element_size()
-            sent[offset:end] = as_bytes(tensor)
+            sent[offset:end] = _as_bytes(tensor)
             offset = end
         received = torch.empty(world_size * width, dtype=torch.uint8)
         all_gather(received, sent, group=self.device_group)
@@ -211,10 +216,10 @@ def _wrap_cpu_all_gatherv(original: FunctionType, module: ModuleType) -> Functio
             offset = 0
             for i, output in enumerate(outputs):
                 length = rows[i][rank] * row_bytes[i]
-                as_bytes(output)[starts[i] : starts[i] + length] = buffer[offset : offset + length]
+                _as_bytes(output)[starts[i] : starts[i] + length] = buffer[offset : offset + length]
                 starts[i] += length
                 offset += length
-        return outputs[0] if isinstance(input_, torch.Tensor) else outputs
+        return result
 
     return all_gatherv  # type: ignore[return-value]
 
@@ -239,8 +244,8 @@ def _wrap_cpu_reduce_scatterv(original: FunctionType, module: ModuleType) -> Fun
         # rounding once.
         received = parts.new_empty((world_size, mine, *parts.shape[1:]))
         dist.all_to_all_single(
-            received.view(-1).view(torch.uint8),
-            parts.view(-1).view(torch.uint8),
+            _as_bytes(received),
+            _as_bytes(parts),
             [mine * row_bytes] * world_size,
             [size * row_bytes for size in sizes],
             group=self.device_group,
