@@ -7,7 +7,7 @@ from types import ModuleType
 
 from vllm_moe_dp_fix.host import Host
 from vllm_moe_dp_fix.patching import Replacement, Target, find, replace
-from vllm_moe_dp_fix.records import Fault, Outcome, Repair, Verdict
+from vllm_moe_dp_fix.records import Fault, Outcome, Patch, Repair, Verdict
 from vllm_moe_dp_fix.releases import AFFECTED, SIGNATURES
 
 Verdicts = dict[str, Verdict]
@@ -36,9 +36,11 @@ def carry_out(repair: Repair, module: ModuleType, host: Host) -> tuple[Verdicts,
     def conclude(outcome: Outcome, reason: str) -> tuple[Verdicts, list[Replacement]]:
         return verdicts | {fault.id: Verdict(outcome, reason) for fault in candidates}, []
 
-    targets: list[Target] = []
+    targets: list[tuple[Patch, Target]] = []
     for patch in repair.patches:
         target = find(patch, module)
+        if target is None and patch.is_optional:
+            continue
         if target is None:
             names = " or ".join(patch.targets)
             return conclude(Outcome.TARGET_MISSING, f"{module.__name__} has no {names}")
@@ -48,7 +50,7 @@ def carry_out(repair: Repair, module: ModuleType, host: Host) -> tuple[Verdicts,
             return conclude(
                 Outcome.SIGNATURE_UNKNOWN, f"{target.path}({shown}){by} is none that was tested"
             )
-        targets.append(target)
+        targets.append((patch, target))
 
     try:
         symptoms = {fault.id: fault.probe(module) for fault in candidates}
@@ -65,7 +67,7 @@ def carry_out(repair: Repair, module: ModuleType, host: Host) -> tuple[Verdicts,
 
     replacements: list[Replacement] = []
     try:
-        for patch, target in zip(repair.patches, targets, strict=True):
+        for patch, target in targets:
             replacements.append(replace(patch, target))
         left = {fault.id: fault.probe(module) for fault in repair.faults if fault.id in symptoms}
         failure = "; ".join(f"{fault_id}: {text}" for fault_id, text in left.items() if text)
@@ -79,7 +81,7 @@ def carry_out(repair: Repair, module: ModuleType, host: Host) -> tuple[Verdicts,
 
     note = "; ".join(
         f"{target.path} was already replaced by {target.foreign_owner}, chained on it"
-        for target in targets
+        for _, target in targets
         if target.foreign_owner
     )
     for fault in candidates:

@@ -98,7 +98,9 @@ def _foreign(function: object, owner: object, module: ModuleType) -> str | None:
     if not isinstance(function, FunctionType):
         return repr(function)
     home = function.__globals__.get("__name__", "")
+    if home.partition(".")[0] == module.__name__.partition(".")[0]:
+        return None
     classes = inspect.getmro(owner) if inspect.isclass(owner) else ()
-    if home == module.__name__ or home in {cls.__module__ for cls in classes}:
+    if home in {cls.__module__ for cls in classes}:
         return None
     return f"{home} ({function.__code__.co_filename})"

@@ -88,10 +88,12 @@ class Patch:
     Attributes:
         targets: Attribute paths in the repair's module; the first that exists is replaced.
         wrap: Takes the original function and its module, returns the replacement.
+        is_optional: Left out where the release has none of the targets.
     """
 
     targets: tuple[str, ...]
     wrap: Callable[[FunctionType, ModuleType], FunctionType]
+    is_optional: bool = False
 
 
 @dataclass(frozen=True)
