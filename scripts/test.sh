@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Runs every check: lint, types, unit tests, import orders, all vLLM releases, real servers.
+# Runs every check: lint, types, unit tests, import orders, all vLLM releases, kernels, servers.
 # Makes the environments it needs, under $XDG_CACHE_HOME. Stops at the first part that fails.
 set -euo pipefail
 
@@ -24,8 +24,11 @@ part "import orders, on real vLLM"
 part "every release, on two and four ranks"
 "$python" -m pytest -q tests/source
 
-part "real servers"
 engine=$(scripts/engine_lane.sh)
+part "Triton kernels, interpreted"
+"$engine" -m pytest -q tests/kernels
+
+part "real servers"
 "$engine" -m pytest -q tests/engine
 
 part "all passed"

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantizing expert weights to MXFP4 while they load."""
