@@ -14,3 +14,7 @@ def moe_dp_dispatch() -> None:
 
 def moe_dp_all_gather() -> None:
     activate("moe_dp_all_gather")
+
+
+def mxfp4_weight_loader() -> None:
+    activate("mxfp4_weight_loader")

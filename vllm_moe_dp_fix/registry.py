@@ -16,10 +16,13 @@ if TYPE_CHECKING:
 NAIVE_DP_EP = "vllm.model_executor.layers.fused_moe.prepare_finalize.naive_dp_ep"
 CUDA_COMMUNICATOR = "vllm.distributed.device_communicators.cuda_communicator"
 CPU_COMMUNICATOR = "vllm.distributed.device_communicators.cpu_communicator"
+MXFP4 = "vllm.model_executor.layers.quantization.mxfp4"
+GPT_OSS = "vllm.model_executor.models.gpt_oss"
 
 MODULES = {
     "moe_dp_dispatch": (NAIVE_DP_EP,),
     "moe_dp_all_gather": (CUDA_COMMUNICATOR, CPU_COMMUNICATOR),
+    "mxfp4_weight_loader": (MXFP4, GPT_OSS),
 }
 FIX_IDS = tuple(MODULES)
 

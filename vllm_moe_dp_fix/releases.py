@@ -23,6 +23,15 @@ AFFECTED = {
     "F2b": ">=0.19.0,<=0.33.0",  # all_gatherv checks nothing where the sizes are equal
     "F2c": ">=0.19.0,<=0.33.0",  # reduce_scatterv: bare asserts
     "F2d": ">=0.20.0,<=0.33.0",  # no all_gatherv/reduce_scatterv on CPU (0.19 broadcasts instead)
+    "F3a": ">=0.19.0,<=0.19.1",  # per-expert 2-D MXFP4 weights: IndexError
+    "F3b": ">=0.19.0,<=0.26.0",  # every model gets gpt-oss's MXFP4 method (0.19: its conversion)
+    "F3c": ">=0.19.0,<=0.22.1",  # MXFP4 shards begin at multiples of the padded size
+    "F3d": ">=0.23.0,<=0.33.0",  # w2 weights and scales are cut apart
+    "F3e": ">=0.19.0,<=0.27.1",  # floating-point scales are cast by value
+    "F3f": ">=0.19.0,<=0.27.1",  # full-precision weights with --quantization mxfp4
+    "F3g": ">=0.19.0,<=0.28.0",  # gpt-oss with per-expert 2-D tensors
+    "F3h": ">=0.19.0,<=0.33.0",  # tensors of another shape or scheme are taken
+    "F3i": ">=0.28.0,<=0.33.0",  # scales that are no powers of two are rounded
 }
 
 # target -> parameter lists seen in RELEASES; anything else is not touched
@@ -40,4 +49,23 @@ SIGNATURES = {
     "CudaCommunicator._reduce_scatterv": {"self, input_, dim, sizes, output"},  # from 0.32.0
     "CpuCommunicator.all_gatherv": {"self, input_, dim, sizes"},
     "CpuCommunicator.reduce_scatterv": {"self, input_, dim, sizes"},
+    "Mxfp4Config.get_quant_method": {"self, layer, prefix"},
+    "select_mxfp4_moe_backend": {"config"},  # of Mxfp4MoEMethod to 0.20.2
+    "select_deepseek_v4_mxfp4_moe_backend": {"config"},  # from 0.21.0
+    "GptOssModel._load_weights_mxfp4": {
+        "self, ep_rank_end, ep_rank_start, heads_per_rank, head_start, weights, "
+        "stacked_params_mapping",  # to 0.32.0
+        "self, ep_rank_end, ep_rank_start, weights, stacked_params_mapping",  # from 0.33.0
+    },
+    **{
+        f"{method}.{name}": {parameters}
+        for method in ("Mxfp4MoEMethod", "GptOssMxfp4MoEMethod")
+        for name, parameters in {
+            "maybe_roundup_sizes": "self, hidden_size, intermediate_size_per_partition, "
+            "act_dtype, moe_parallel_config",
+            "create_weights": "self, layer, num_experts, hidden_size, "
+            "intermediate_size_per_partition, params_dtype, extra_weight_attrs",
+            "process_weights_after_loading": "self, layer",
+        }.items()
+    },
 }
