@@ -15,6 +15,11 @@ import pytest
 from trees import tree_of
 
 RELEASES = ("0.19.0", "0.26.0", "0.33.0")
+ABSENT = {  # faults that a release does not have
+    "0.19.0": {"F2d", "F3d", "F3i"},
+    "0.26.0": {"F1b", "F3a", "F3c", "F3i"},
+    "0.33.0": {"F1b", "F3a", "F3b", "F3c", "F3e", "F3f", "F3g"},
+}
 
 # What every case starts with.
 PRELUDE = """
@@ -24,6 +29,8 @@ from vllm.plugins import load_general_plugins
 NAIVE = "vllm.model_executor.layers.fused_moe.prepare_finalize.naive_dp_ep"
 CUDA = "vllm.distributed.device_communicators.cuda_communicator"
 CPU = "vllm.distributed.device_communicators.cpu_communicator"
+MXFP4 = "vllm.model_executor.layers.quantization.mxfp4"
+GPT_OSS = "vllm.model_executor.models.gpt_oss"
 lines = []
 class Listener(logging.Handler):
     def emit(self, record):
@@ -32,12 +39,18 @@ logging.getLogger("vllm.moe_dp_fix").addHandler(Listener())
 logging.getLogger("vllm.moe_dp_fix").setLevel(logging.INFO)
 def targets():
     '''What the fixes replace: name -> what is there.'''
-    naive, cuda, cpu = map(importlib.import_module, (NAIVE, CUDA, CPU))
+    modules = NAIVE, CUDA, CPU, MXFP4, GPT_OSS
+    naive, cuda, cpu, mxfp4, gpt_oss = map(importlib.import_module, modules)
     owners = [naive.MoEPrepareAndFinalizeNaiveDPEPModular,
               naive.MoEPrepareAndFinalizeNaiveDPEPMonolithic, naive,
-              cuda.CudaCommunicator, cpu.CpuCommunicator]
+              cuda.CudaCommunicator, cpu.CpuCommunicator,
+              mxfp4.Mxfp4Config, mxfp4.Mxfp4MoEMethod, mxfp4, gpt_oss.GptOssModel]
+    if hasattr(mxfp4, "GptOssMxfp4MoEMethod"):
+        owners.append(mxfp4.GptOssMxfp4MoEMethod)
     names = ("prepare", "_unwrap_scale_and_prepare_for_moe", "all_gatherv", "reduce_scatterv",
-             "_reduce_scatterv")
+             "_reduce_scatterv", "get_quant_method", "select_mxfp4_moe_backend",
+             "select_deepseek_v4_mxfp4_moe_backend", "maybe_roundup_sizes", "create_weights",
+             "process_weights_after_loading", "_load_weights_mxfp4")
     return {f"{o.__name__}.{n}": vars(o)[n] for o in owners for n in names if n in vars(o)}
 def ours():
     return sorted(n for n, f in targets().items()
@@ -90,30 +103,49 @@ def test_import_first_twice_undo_twice_again(release: str) -> None:
         for _ in range(2):
             held = [vllm_moe_dp_fix.uninstall(f) for f in vllm_moe_dp_fix.verdicts()]
             now = targets()
-            undone.append(held == [[], []] and now.keys() == before.keys()
+            undone.append(not any(held) and now.keys() == before.keys()
                           and all(now[n] is before[n] for n in now))
         for fix in vllm_moe_dp_fix.verdicts():
             vllm_moe_dp_fix.install(fix)
         say(names=names, stable=first == twice, undone=undone, again=ours(), lines=once)
         """,
     )
-    scatter = "_reduce_scatterv" if release == "0.33.0" else "reduce_scatterv"
-    cpu = ["CpuCommunicator.all_gatherv", "CpuCommunicator.reduce_scatterv"]
-    assert found["names"] == sorted(
-        [
-            "MoEPrepareAndFinalizeNaiveDPEPModular.prepare",
-            "MoEPrepareAndFinalizeNaiveDPEPMonolithic.prepare",
-            "vllm.model_executor.layers.fused_moe.prepare_finalize.naive_dp_ep."
-            "_unwrap_scale_and_prepare_for_moe",
-            "CudaCommunicator.all_gatherv",
-            f"CudaCommunicator.{scatter}",
-            *(cpu if release != "0.19.0" else []),
-        ]
-    )
+    assert found["names"] == sorted(_replaced(release))
     assert found["stable"]
     assert found["undone"] == [True, True]
     assert found["again"] == found["names"]
-    assert [level for level, _ in found["lines"]] == ["INFO", "INFO"]
+    # One line a fix, and a second one for gpt-oss's module; the CUDA communicator's is DEBUG here.
+    assert [level for level, _ in found["lines"]] == ["INFO"] * 4
+
+
+def _replaced(release: str) -> set[str]:
+    """The functions that the fixes replace."""
+    scatter = "_reduce_scatterv" if release == "0.33.0" else "reduce_scatterv"
+    names = {
+        "MoEPrepareAndFinalizeNaiveDPEPModular.prepare",
+        "MoEPrepareAndFinalizeNaiveDPEPMonolithic.prepare",
+        "vllm.model_executor.layers.fused_moe.prepare_finalize.naive_dp_ep."
+        "_unwrap_scale_and_prepare_for_moe",
+        "CudaCommunicator.all_gatherv",
+        f"CudaCommunicator.{scatter}",
+    }
+    methods = ["Mxfp4MoEMethod"]
+    if release != "0.19.0":
+        names |= {"CpuCommunicator.all_gatherv", "CpuCommunicator.reduce_scatterv"}
+        methods += ["GptOssMxfp4MoEMethod"]
+    names |= {
+        f"{method}.{name}"
+        for method in methods
+        for name in ("maybe_roundup_sizes", "create_weights", "process_weights_after_loading")
+    }
+    if release != "0.33.0":
+        select = "select_mxfp4" if release == "0.19.0" else "select_deepseek_v4_mxfp4"
+        names |= {
+            "Mxfp4Config.get_quant_method",
+            f"vllm.model_executor.layers.quantization.mxfp4.{select}_moe_backend",
+            "GptOssModel._load_weights_mxfp4",
+        }
+    return names
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -122,12 +154,12 @@ def test_plugin_first(release: str) -> None:
         release,
         """
         load_general_plugins()
-        early = [name for name in (NAIVE, CUDA, CPU) if name in sys.modules]
+        early = [m for m in (NAIVE, CUDA, CPU, MXFP4, GPT_OSS) if m in sys.modules]
         say(early=early, ours=len(ours()), outcomes=outcomes())
         """,
     )
     assert found["early"] == []
-    assert found["ours"] == (5 if release == "0.19.0" else 7)
+    assert found["ours"] == len(_replaced(release))
     assert set(found["outcomes"].values()) == {"applied", "not_affected"}
 
 
@@ -135,7 +167,7 @@ def test_entry_points_are_light() -> None:
     code = """
     import sys
     import vllm_moe_dp_fix.plugin as plugin
-    plugin.moe_dp_dispatch(); plugin.moe_dp_all_gather()
+    plugin.moe_dp_dispatch(); plugin.moe_dp_all_gather(); plugin.mxfp4_weight_loader()
     print([m for m in sys.modules if m == "torch" or m.startswith("vllm.")])
     """
     process = subprocess.run(
@@ -269,10 +301,11 @@ def test_an_unknown_build_is_judged_by_probe() -> None:
     )
     assert found.keys() == set(UNKNOWN_BUILDS)
     for version, build in found.items():
-        assert build["ours"] == 7
+        assert build["ours"] == len(_replaced("0.26.0"))
         assert build["left"] == []
-        assert build["outcomes"].pop("F1b") == "healthy"
-        assert set(build["outcomes"].values()) == {"applied"}
+        # F3i shows in a build of any release before 0.28.0, where F3e is its cause.
+        assert {f for f, o in build["outcomes"].items() if o == "healthy"} == {"F1b", "F3a", "F3c"}
+        assert set(build["outcomes"].values()) == {"applied", "healthy"}
         (warning,) = build["warnings"]
         assert f"vLLM {version} is no release this package was tested with" in warning
 
@@ -283,9 +316,9 @@ def test_a_build_that_is_repaired_already_is_left_alone() -> None:
         "0.26.0",
         """
         from vllm_moe_dp_fix.registry import load
-        modules = {m: importlib.import_module(m) for m in (NAIVE, CUDA, CPU)}
+        modules = {m: importlib.import_module(m) for m in (NAIVE, CUDA, CPU, MXFP4, GPT_OSS)}
         from vllm_moe_dp_fix import patching
-        for fix in ("moe_dp_dispatch", "moe_dp_all_gather"):
+        for fix in vllm_moe_dp_fix.verdicts():
             for repair in load(fix).repairs:
                 for patch in repair.patches:
                     patching.replace(patch, patching.find(patch, modules[repair.module]))
@@ -295,8 +328,8 @@ def test_a_build_that_is_repaired_already_is_left_alone() -> None:
         """,
     )
     assert found["same"]
-    assert found["outcomes"].pop("F1b") == "not_affected"
-    assert set(found["outcomes"].values()) == {"healthy"}
+    assert {f for f, o in found["outcomes"].items() if o == "not_affected"} == ABSENT["0.26.0"]
+    assert set(found["outcomes"].values()) == {"healthy", "not_affected"}
 
 
 def test_strict_mode_stops_the_import_and_the_start() -> None:
@@ -353,9 +386,9 @@ def test_status(release: str) -> None:
     assert document["vllm"]["version"] == release
     assert document["vllm"]["tested"]
     assert document["vllm"]["distribution"] == ["vllm"]
-    assert [fix["outcome"] for fix in document["fixes"]] == ["applied", "applied"]
+    assert [fix["outcome"] for fix in document["fixes"]] == ["applied"] * 3
     faults = {fault["id"]: fault for fix in document["fixes"] for fault in fix["faults"]}
-    absent = {"0.19.0": {"F2d"}}.get(release, {"F1b"})
+    absent = ABSENT[release]
     assert {f for f, row in faults.items() if row["outcome"] == "not_affected"} == absent
     assert {f for f, row in faults.items() if row["affected"]} == faults.keys() - absent
     assert document["problems"] == []
@@ -376,6 +409,7 @@ def test_status_where_vllm_plugins_names_none(allowed: str) -> None:
 def test_status_where_a_fix_is_disabled() -> None:
     code, document = status("0.26.0", VLLM_MOE_DP_FIX_DISABLE="moe_dp_dispatch")
     assert code == 0
-    dispatch, gather = document["fixes"]
-    assert (dispatch["outcome"], gather["outcome"]) == ("switched_off", "applied")
+    dispatch, *others = document["fixes"]
+    assert dispatch["outcome"] == "switched_off"
+    assert {fix["outcome"] for fix in others} == {"applied"}
     assert "VLLM_MOE_DP_FIX_DISABLE" in dispatch["switched_off_by"]
