@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugin costs: a start of a process, and a call of a checked collective.
+"""What the plugin costs: a start of a process, a checked collective, an expert tensor loaded.
 
 Runs beside any vLLM, for instance a source tree of ``scripts/source_lane.sh`` on PYTHONPATH.
 """
@@ -13,28 +13,30 @@ import timeit
 from functools import partial
 from typing import Any
 
+import torch
+import vllm
+from vllm.distributed.device_communicators import cuda_communicator
+
+import vllm_moe_dp_fix
+from vllm_moe_dp_fix.fixes.moe_dp_all_gather import _wrap_cuda_all_gatherv
+from vllm_moe_dp_fix.fixes.mxfp4_weight_loader import _TinyLayer as TinyLayer
+
 ENTRY = """
 import time, vllm.plugins
 began = time.perf_counter()
 import vllm_moe_dp_fix.plugin as plugin
-plugin.moe_dp_dispatch(); plugin.moe_dp_all_gather()
+for name in ("moe_dp_dispatch", "moe_dp_all_gather", "mxfp4_weight_loader"):
+    getattr(plugin, name)()
 print(1e3 * (time.perf_counter() - began))
 """
 CALLS = 20_000
+SHARDS = (("w13_weight", "w1"), ("w13_weight_scale", "w3"), ("w2_weight", "w2"))
 
 
 def main() -> None:
-    import torch
-    import vllm
-    from vllm.distributed.device_communicators import cuda_communicator
-
-    from vllm_moe_dp_fix.fixes.moe_dp_all_gather import _wrap_cuda_all_gatherv
-
     print(f"vLLM {vllm.__version__}")
     starts = sorted(_start_ms() for _ in range(5))
-    print(
-        f"both entry points, in a process that has vllm.plugins: {starts[2]:.1f} ms (median of 5)"
-    )
+    print(f"the entry points, in a process that has vllm.plugins: {starts[2]:.1f} ms (median of 5)")
 
     def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: Any = None) -> None:
         """Stands for the collective, so that the check alone is left."""
@@ -52,6 +54,26 @@ def main() -> None:
         ]
         cost = 1e6 * (times[0] - times[1]) / CALLS
         print(f"check of all_gatherv, {count} tensors: {cost:.1f} µs a call")
+
+    own = {shard: _load_us(*shard) for shard in SHARDS}
+    vllm_moe_dp_fix.install("mxfp4_weight_loader")
+    for shard, before in own.items():
+        cost = _load_us(*shard) - before
+        print(f"loading {' '.join(shard)}: {cost:.1f} µs a tensor above vLLM's {before:.1f}")
+
+
+def _load_us(name: str, shard_id: str) -> float:
+    """Loads a tensor of one expert, so small that hardly anything is copied."""
+    from vllm.model_executor.layers.quantization import mxfp4
+
+    layer = TinyLayer(mxfp4, 64, tp_size=2, hidden=64).layer
+    if (state := getattr(layer, "_moe_dp_fix_mxfp4", None)) is not None:
+        state.was_finished = True  # the same tensor again is an update
+    per_element = 32 if name.endswith("scale") else 2
+    shape = (64, 64 // per_element)
+    parameter, tensor = getattr(layer, name), torch.ones(shape, dtype=torch.uint8)
+    load = partial(parameter.weight_loader, parameter, tensor, f"experts.{name}", shard_id, 0)
+    return 1e6 * min(timeit.repeat(load, number=CALLS)) / CALLS
 
 
 def _start_ms() -> float:

@@ -67,6 +67,18 @@ def test_the_first_target_that_exists_is_taken(host: HostPackage) -> None:
     assert outcomes(repair, module) == {"D": Outcome.APPLIED}
 
 
+def test_an_optional_target_may_be_missing(host: HostPackage) -> None:
+    module = host.load()
+    patches = (
+        Patch(("Unit.double",), wrap_minus_one),
+        Patch(("Unit.halve",), wrap_minus_one, is_optional=True),
+    )
+    repair = host.repair(*patches, faults=(fault("D", probe_double),))
+    verdicts, replacements = carry_out(repair, module, OLD)
+    assert verdicts["D"].outcome is Outcome.APPLIED
+    assert [replacement.target.path for replacement in replacements] == ["Unit.double"]
+
+
 @pytest.mark.parametrize("replacement", [lambda *args, **kwargs: 0, functools.partial(int)])
 def test_signature_unknown(host: HostPackage, replacement: Any) -> None:
     module = host.load()

@@ -12,6 +12,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 _SHARD = "_moe_dp_fix_shard"
 _METHOD = "Mxfp4MoEMethod"
 _GPT_OSS_METHOD = "GptOssMxfp4MoEMethod"  # from 0.20.0; before, there is one method for all
+# Chooses the kernel of Mxfp4MoEMethod; from 0.21.0 the second one chooses gpt-oss's.
+_SELECTIONS = ("select_deepseek_v4_mxfp4_moe_backend", "select_mxfp4_moe_backend")
 
 
 # --- sizes, parameters, last look -----------------------------------------------------------
@@ -455,20 +458,37 @@ def _probe_f3b(module: ModuleType) -> str | None:
         names = {name: lambda moe, name=name: name for name in (_METHOD, _GPT_OSS_METHOD)}
         with overridden(module, **names):
             got = module.Mxfp4Config().get_quant_method(layer, "experts")
-        return None if got == _METHOD else f"experts with SiLU get {got}"
+        if got != _METHOD:
+            return f"experts with SiLU get {got}"
+    if _quantizes_online(module):
+        return None
+    with _kernels_that(oracle, fit=True):
+        backend, _ = _selection(module)(config)
+    if not hasattr(module, _GPT_OSS_METHOD) and backend != module.Mxfp4MoeBackend.MARLIN:
+        return f"experts with SiLU get {backend.value}, whose weights are converted as gpt-oss's"
+    try:
+        with _kernels_that(oracle, fit=False):
+            _selection(module)(config)
+    except (NotImplementedError, ValueError) as error:
+        return None if "silu" in str(error) else f"where no kernel fits, the error says: {error}"
+    return "where no kernel fits, there is no error"
+
+
+def _selection(module: ModuleType) -> Callable[[Any], Any]:
+    return next(select for name in _SELECTIONS if (select := getattr(module, name, None)))
+
+
+def _kernels_that(oracle: ModuleType, fit: bool) -> AbstractContextManager[None]:
+    """Kernels that all fit, or none, whatever the device."""
 
     class Kernel:
         @staticmethod
-        def is_supported_config(*_: object) -> tuple[bool, None]:
-            return True, None
+        def is_supported_config(*_: object) -> tuple[bool, str | None]:
+            return fit, None
 
-    with overridden(
+    return overridden(
         oracle, backend_to_kernel_cls=lambda _: [Kernel], has_triton_kernels=lambda: False
-    ):
-        backend, _ = module.select_mxfp4_moe_backend(config)
-    if backend == module.Mxfp4MoeBackend.MARLIN:
-        return None
-    return f"experts with SiLU get {backend.value}, whose weights are converted as gpt-oss's"
+    )
 
 
 # --- record ---------------------------------------------------------------------------------
@@ -484,9 +504,10 @@ F3A = Fault(
 )
 F3B = Fault(
     id="F3b",
-    summary="Every model gets the method and weight conversion of gpt-oss",
+    summary="Every model gets the method and weight conversion of gpt-oss (to 0.26.0); where no "
+    "kernel fits, no word about what was asked and what there is",
     upstream=(),
-    removable="with vLLM 0.26, fixed in 0.27.0",
+    removable="with vLLM 0.27",
     probe=_probe_f3b,
 )
 F3C = Fault(
@@ -554,10 +575,7 @@ FIX = Fix(
             faults=(F3B,),
             patches=(
                 Patch(("Mxfp4Config.get_quant_method",), _wrap_get_quant_method),
-                Patch(
-                    ("select_deepseek_v4_mxfp4_moe_backend", "select_mxfp4_moe_backend"),
-                    _wrap_select,
-                ),
+                Patch(_SELECTIONS, _wrap_select),
             ),
         ),
         Repair(
