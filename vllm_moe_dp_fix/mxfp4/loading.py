@@ -73,6 +73,7 @@ def attach(layer: Any, shard: ExpertShard, quantizes: bool) -> None:
     """
     name = getattr(layer, "layer_name", "") or type(layer).__name__
     setattr(layer, _STATE, _State(name, shard, quantizes))
+    layer.weight_loader = MethodType(weight_loader, layer)  # what load_weights() calls, to 0.24.0
     for parameter in _parameters(layer).values():
         parameter.weight_loader = MethodType(weight_loader, layer)
 
@@ -340,10 +341,12 @@ def finish(layer: Any) -> None:
             scales are all zero while their weights are not, or not a number.
     """
     state: _State | None = getattr(layer, _STATE, None)
-    if state is None or not state.written:
+    if state is None:
         return
-    is_reload = state.was_finished
-    written, state.written, state.was_finished = state.written, {}, True
+    is_reload, state.was_finished = state.was_finished, True
+    if not state.written:
+        return
+    written, state.written = state.written, {}
     layout = _layout(layer, state)
     parameters = {name: parameter.data for name, parameter in _parameters(layer).items()}
     loaded = {key // 2 for keys in written.values() for key in keys}

@@ -17,21 +17,25 @@ from typing import Any, NamedTuple
 
 import checks_collectives as collectives
 import checks_dispatch as dispatch
+import checks_mxfp4 as mxfp4
 import torch
 import twins
 import world
 from packaging.version import Version
 
-DISPATCH, GATHER = "moe_dp_dispatch", "moe_dp_all_gather"
+DISPATCH, GATHER, MXFP4 = "moe_dp_dispatch", "moe_dp_all_gather", "mxfp4_weight_loader"
 
 
 class Check(NamedTuple):
     """A check and its ranks.
 
     Attributes:
-        fault: What it shows, or None where it is about behaviour that must not change.
-        shows: How the fault looks without the plugin (regular expression).
+        fault: What it shows; several with blanks between, each in the releases that have it. None
+            where it is about behaviour that must not change, or, if it ``shows`` something, that
+            vLLM has in no release.
+        shows: How it looks without the plugin (regular expression).
         since: The first release that has what is checked.
+        until: The last release that shows it, where the fault has more to it.
     """
 
     run: world.Check
@@ -41,7 +45,12 @@ class Check(NamedTuple):
     dp_size: int = 2
     tp_size: int = 1
     since: str = ""
+    until: str = ""
     environ: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def faults(self) -> list[str]:
+        return (self.fault or "").split()
 
 
 SHARED = (("VLLM_MOE_DP_FIX_FP8_DISPATCH", "shared_scale"),)
@@ -49,6 +58,12 @@ ROWS = r"AssertionError: 1 != \d+ \[cuda_communicator"
 WRONG = r"rows: \d+% of the bytes differ"
 GATHERED = "get 2 scales"
 NO_GATHER = r"^rank \d: NotImplementedError"
+INDEX = "IndexError: tuple index out of range"
+DIFFER = r"(values|bytes) differ"
+SHARDS = rf"{INDEX}|more than the \d+ rows and columns|{DIFFER}|is \(.*\) in all, not"
+SIZES = rf"{INDEX}|The size of tensor a|more than the \d+ rows and columns"
+NOT_KNOWN = rf"{INDEX}|shard_id must be|\"copy_\" not implemented"
+TAKEN = "taken without a word|no ValueError but IndexError"
 
 CHECKS = {
     "fp8 1 and 36 tokens": Check(dispatch.uneven, "F1a", DISPATCH, ROWS),
@@ -106,6 +121,52 @@ CHECKS = {
     "CPU dispatch and combine, four ranks": Check(
         collectives.cpu_dispatch_and_combine, "F2d", GATHER, NO_GATHER, 4
     ),
+    "mxfp4 one rank": Check(mxfp4.per_expert, "F3a", MXFP4, INDEX, 1),
+    "mxfp4 expert parallel": Check(mxfp4.expert_map, "F3a", MXFP4, INDEX, 1),
+    "mxfp4 pruned experts": Check(mxfp4.pruned, "F3a", MXFP4, INDEX, 1),
+    "mxfp4 method": Check(
+        mxfp4.method, "F3b", MXFP4, "experts with silu get", 1, since="0.20.0", until="0.26.0"
+    ),
+    "mxfp4 kernel": Check(mxfp4.kernel, "F3b", MXFP4, "experts with SiLU get", 1, until="0.26.0"),
+    "mxfp4 redundant experts": Check(
+        mxfp4.redundant_experts, "F3b", MXFP4, "EPLB is not", 1, since="0.24.0", until="0.26.0"
+    ),
+    "mxfp4 no kernel": Check(mxfp4.no_kernel, "F3b", MXFP4, "without a kernel|does not name", 1),
+    "mxfp4 balance": Check(mxfp4.balanced, "F3c", MXFP4, rf"lopsided|{INDEX}", 1),
+    "mxfp4 whole blocks": Check(mxfp4.whole_blocks, "F3a F3c", MXFP4, SHARDS, 1),
+    "mxfp4 unequal shares": Check(mxfp4.unequal_shares, "F3a F3c F3d", MXFP4, SHARDS, 1),
+    "mxfp4 load_weights": Check(mxfp4.through_layer, "F3a F3c F3d", MXFP4, SHARDS, 1),
+    "mxfp4 two ranks": Check(mxfp4.data_parallel, "F3d", MXFP4, "outputs differ", 2),
+    "mxfp4 four ranks": Check(mxfp4.data_parallel, "F3d", MXFP4, "outputs differ", 4),
+    "mxfp4 scales by value": Check(mxfp4.scales_by_value, "F3e", MXFP4, SHARDS, 1),
+    "mxfp4 full precision": Check(mxfp4.full_precision, "F3f", MXFP4, SIZES, 1),
+    "mxfp4 gpt-oss per expert": Check(mxfp4.gpt_oss_per_expert, "F3g", MXFP4, "KeyError", 1),
+    "mxfp4 other schemes": Check(mxfp4.other_schemes, "F3h", MXFP4, TAKEN, 1),
+    "mxfp4 other types": Check(mxfp4.other_types, "F3h", MXFP4, TAKEN, 1),
+    "mxfp4 other places": Check(mxfp4.other_places, "F3h", MXFP4, TAKEN, 1),
+    "mxfp4 full precision among packed": Check(
+        mxfp4.full_precision_of_mxfp4, "F3h", MXFP4, TAKEN, 1, since="0.28.0"
+    ),
+    "mxfp4 twice": Check(mxfp4.twice, "F3h", MXFP4, TAKEN, 1),
+    "mxfp4 incomplete": Check(mxfp4.incomplete, "F3h", MXFP4, TAKEN, 1),
+    "mxfp4 damaged": Check(mxfp4.damaged, "F3h", MXFP4, TAKEN, 1),
+    "mxfp4 rounded scales": Check(mxfp4.no_rounding, "F3i", MXFP4, "is rounded", 1),
+    "mxfp4 odd scales": Check(mxfp4.odd_scales, "F3e F3i", MXFP4, TAKEN, 1),
+    "mxfp4 layouts": Check(mxfp4.layouts, None, MXFP4, NOT_KNOWN, 1),
+    "mxfp4 float4 views": Check(mxfp4.float4_views, None, MXFP4, NOT_KNOWN, 1),
+    "mxfp4 any layer": Check(mxfp4.any_layer, None, MXFP4, NOT_KNOWN, 1),
+    "mxfp4 biases": Check(mxfp4.biases, None, MXFP4, rf"{INDEX}|_bias: .* differ", 1),
+    "mxfp4 gpt-oss widths": Check(mxfp4.gpt_oss_widths, None, MXFP4, SHARDS, 1),
+    "mxfp4 reload": Check(mxfp4.reloaded, None, MXFP4, SHARDS, 1),
+    "mxfp4 reload after dummy": Check(mxfp4.reloaded_dummy, None, MXFP4, SHARDS, 1),
+    "mxfp4 LoRA": Check(mxfp4.lora, None, MXFP4, TAKEN, 1),
+    "mxfp4 gpt-oss": Check(mxfp4.gpt_oss_stacked, None, MXFP4, dp_size=1),
+    "mxfp4 shared expert": Check(mxfp4.shared_expert, None, MXFP4, dp_size=1, since="0.32.0"),
+    "mxfp4 padded by the model": Check(
+        mxfp4.padded_by_model, None, MXFP4, dp_size=1, since="0.27.0"
+    ),
+    "mxfp4 without biases": Check(mxfp4.without_biases, None, MXFP4, dp_size=1),
+    "mxfp4 never loaded": Check(mxfp4.never_loaded, None, MXFP4, dp_size=1),
 }
 
 IMPORTS = (
@@ -115,10 +176,14 @@ IMPORTS = (
     "vllm.distributed.device_communicators.cuda_communicator",
     "vllm.forward_context",
     "vllm.model_executor.layers.fused_moe.prepare_finalize.naive_dp_ep",
+    "vllm.model_executor.layers.quantization.mxfp4",
+    "vllm.model_executor.models.gpt_oss",
     "vllm.v1.executor.multiproc_executor",
     "vllm_moe_dp_fix.decision",
     "vllm_moe_dp_fix.fixes.moe_dp_all_gather",
     "vllm_moe_dp_fix.fixes.moe_dp_dispatch",
+    "vllm_moe_dp_fix.fixes.mxfp4_weight_loader",
+    "vllm_moe_dp_fix.mxfp4.loading",
     "wrapt.importer",
 )
 
@@ -134,11 +199,20 @@ def main(output: Path, names: list[str]) -> None:
     twins.install_block_quantizer()
     twins.install_flashinfer()
     chosen = [name for name in names or CHECKS if is_in(CHECKS[name], vllm.__version__)]
-    without = {name: alone(name, []) for name in chosen}
+    without = uncured(chosen)
     healed = cured(chosen)
     results = {name: {"without": without[name], "with": healed[name]} for name in chosen}
     report = {"vllm": vllm.__version__, "verdicts": verdicts(), "checks": results}
     output.write_text(json.dumps(report, indent=1))
+
+
+def uncured(names: list[str]) -> dict[str, list[str]]:
+    """Runs checks without the plugin; those that need one rank share it."""
+    one_rank = [name for name in names if CHECKS[name].dp_size * CHECKS[name].tp_size == 1]
+    found = {name: alone(name, []) for name in names if name not in one_rank}
+    if one_rank:
+        found |= world.run({name: CHECKS[name].run for name in one_rank}, 1, 1, [])
+    return found
 
 
 def alone(name: str, fixes: list[str]) -> list[str]:

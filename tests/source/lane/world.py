@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT_S = 60
+TIMEOUT_S = 120
 RIGHT = "right"
 
 
@@ -49,12 +49,13 @@ class Rank:
         from vllm.distributed import get_dp_group, get_ep_group
 
         groups = (get_dp_group(), get_ep_group())
-        before = [group.device_communicator for group in groups]
-        managers = [communicator.all2all_manager for communicator in before]
+        before = [group.device_communicator for group in groups]  # none where there is one rank
+        managers = [communicator and communicator.all2all_manager for communicator in before]
         yield
         for group, communicator, manager in zip(groups, before, managers, strict=True):
             group.device_communicator = communicator
-            communicator.all2all_manager = manager
+            if communicator:
+                communicator.all2all_manager = manager
 
     def use_cuda_communicators(self) -> Any:
         """Puts real ``CudaCommunicator`` objects over NCCL twins into the DP and EP groups.
@@ -125,8 +126,8 @@ def run(
 
     Returns:
         For each check what went wrong, one line a rank that raised; empty where all was right.
-        Ranks that only lost their peers are left out where a peer says why. The ranks end at the
-        first check that fails; those after it are missing.
+        Ranks that only lost their peers are left out where a peer says why. Several ranks end at
+        the first check that fails, since they are out of step then; those after it are missing.
     """
     pipes: list[int] = []
     pids: list[int] = []
@@ -150,7 +151,7 @@ def run(
         texts = [by_check.get(name, "ended before") for by_check in said]
         lines = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text != RIGHT]
         results[name] = [line for line in lines if "peer" not in line.lower()] or lines
-        if lines:
+        if lines and len(pids) > 1:
             break
     return results
 
@@ -173,18 +174,27 @@ def _child(
 
             load_general_plugins()
             for name, check in checks.items():
-                with state.own_communicators():
-                    check(state)
-                said[name] = RIGHT
+                try:
+                    with state.own_communicators():
+                        check(state)
+                    said[name] = RIGHT
+                except BaseException as error:
+                    said[name] = _words(error)
+                    if state.world_size > 1:
+                        break
     except BaseException as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{os.path.basename(where.filename)}:{where.lineno}"
-        said[name] = f"{type(error).__name__}: {str(error)[:2000]} [{place}]"
-        if os.environ.get("SOURCE_LANE_TRACEBACK"):
-            traceback.print_exc()
+        said[name] = _words(error)
     os.write(writer, json.dumps(said).encode())  # at once: it fits the pipe
     # Exit at once: peers that wait for this rank see its sockets close.
     os._exit(0)
+
+
+def _words(error: BaseException) -> str:
+    if os.environ.get("SOURCE_LANE_TRACEBACK"):
+        traceback.print_exception(error)
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{os.path.basename(where.filename)}:{where.lineno}"
+    return f"{type(error).__name__}: {str(error)[:1500]} [{place}]"
 
 
 @contextlib.contextmanager
