@@ -12,7 +12,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _SHARD = "_moe_dp_fix_shard"
 _METHOD = "Mxfp4MoEMethod"
 _GPT_OSS_METHOD = "GptOssMxfp4MoEMethod"  # from 0.20.0; before, there is one method for all
+_TAKE_ANY = ("CPU", "XPU", "EMULATION")  # back ends that take the weights as they are
 # Chooses the kernel of Mxfp4MoEMethod; from 0.21.0 the second one chooses gpt-oss's.
 _SELECTIONS = ("select_deepseek_v4_mxfp4_moe_backend", "select_mxfp4_moe_backend")
 
@@ -73,7 +74,9 @@ def _wrap_create_weights(original: FunctionType, module: ModuleType) -> Function
     @functools.wraps(original)
     def create_weights(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
         original(self, layer, *args, **kwargs)
-        attach(layer, getattr(self, _SHARD), quantizes)
+        of_gpt_oss = getattr(module, _GPT_OSS_METHOD, type(self))
+        is_interleaved = isinstance(self, of_gpt_oss) and _is_gpt_oss(self.moe)
+        attach(layer, getattr(self, _SHARD), quantizes, is_interleaved)
 
     return create_weights  # type: ignore[return-value]
 
@@ -114,7 +117,14 @@ def _wrap_get_quant_method(original: FunctionType, module: ModuleType) -> Functi
         config = getattr(layer, "moe_config", None)
         if config is None or self.get_name() != "mxfp4" or _is_gpt_oss(config):
             return original(self, layer, prefix)
-        return getattr(module, _METHOD)(config)
+        try:
+            return getattr(module, _METHOD)(config)
+        except ValueError:  # no kernel; gpt-oss's method has some that are not for gpt-oss alone
+            with suppress(Exception):
+                method = original(self, layer, prefix)
+                if method.mxfp4_backend.name in _TAKE_ANY:
+                    return method
+            raise
 
     return get_quant_method  # type: ignore[return-value]
 

@@ -55,6 +55,7 @@ class _State:
     Attributes:
         layer_name: For error messages.
         quantizes: Full-precision weights are quantized as they load.
+        is_interleaved: Gate and up lie in alternating rows, as the method for gpt-oss wants them.
         written: Parameter name -> what of it was written, as ``2 * local expert + part``.
         was_finished: The layer was processed once; what loads from now on is an update.
     """
@@ -62,17 +63,18 @@ class _State:
     layer_name: str
     shard: ExpertShard
     quantizes: bool
+    is_interleaved: bool
     written: dict[str, set[int]] = field(default_factory=dict)
     was_finished: bool = False
 
 
-def attach(layer: Any, shard: ExpertShard, quantizes: bool) -> None:
+def attach(layer: Any, shard: ExpertShard, quantizes: bool, is_interleaved: bool) -> None:
     """Makes ``weight_loader`` the loader of the layer's MXFP4 parameters.
 
     It is bound to the layer as vLLM's own is, so that vLLM's reloading can part the two.
     """
     name = getattr(layer, "layer_name", "") or type(layer).__name__
-    setattr(layer, _STATE, _State(name, shard, quantizes))
+    setattr(layer, _STATE, _State(name, shard, quantizes, is_interleaved))
     layer.weight_loader = MethodType(weight_loader, layer)  # what load_weights() calls, to 0.24.0
     for parameter in _parameters(layer).values():
         parameter.weight_loader = MethodType(weight_loader, layer)
@@ -155,7 +157,8 @@ class _Loading:
     def _load_shared_expert(self) -> bool:
         """A full-precision shared expert among MXFP4 ones, which vLLM quantizes (from 0.32.0)."""
         quantizer = getattr(self.layer, "_fused_shared_expert_quantizer", None)
-        if quantizer is None:
+        is_shared = (self.expert_id or 0) >= self.layer.moe_config.num_logical_experts
+        if quantizer is None or not is_shared:
             self.refuse(
                 "is not packed and would be cast by value. This release quantizes only checkpoints "
                 "that do not call themselves MXFP4: is this the right one, or quantization_config "
@@ -424,9 +427,7 @@ def _layout(layer: Any, state: _State) -> ExpertLayout:
     if width is not None and width != shard.width:
         # A model that pads its experts itself says their true width after they are made.
         shard = ExpertShard(shard.hidden, width * shard.tp_size, shard.tp_size, shard.tp_rank)
-    activation = getattr(config, "activation", None)
-    is_interleaved = getattr(activation, "value", activation) == "swigluoai"
-    return ExpertLayout(shard, config.is_act_and_mul, config.is_act_and_mul and is_interleaved)
+    return ExpertLayout(shard, config.is_act_and_mul, state.is_interleaved)
 
 
 def _some(experts: Iterable[int]) -> str:

@@ -609,6 +609,17 @@ def no_kernel(rank: Rank) -> None:
         raise AssertionError("experts without a kernel")
 
 
+def cpu_kernel(rank: Rank) -> None:
+    """Experts with SiLU keep the kernel for CPUs, which to 0.26.0 gpt-oss's method alone has."""
+    try:
+        with _own_selection(rank):
+            backend = experts.build(704).quant_method.mxfp4_backend.name
+    except (ValueError, NotImplementedError) as error:
+        backend = str(error)
+    if (backend == "CPU") is (_is_since("0.27.0") and not _is_since("0.30.0")):
+        raise AssertionError(f"the back end is {backend}")
+
+
 def lora(rank: Rank) -> None:
     """Adapters are cut into equal parts, so that experts must be, or it is an error."""
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
