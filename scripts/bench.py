@@ -25,7 +25,8 @@ ENTRY = """
 import time, vllm.plugins
 began = time.perf_counter()
 import vllm_moe_dp_fix.plugin as plugin
-for name in ("moe_dp_dispatch", "moe_dp_all_gather", "mxfp4_weight_loader"):
+from vllm_moe_dp_fix.registry import FIX_IDS
+for name in FIX_IDS:
     getattr(plugin, name)()
 print(1e3 * (time.perf_counter() - began))
 """

@@ -18,3 +18,7 @@ def moe_dp_all_gather() -> None:
 
 def mxfp4_weight_loader() -> None:
     activate("mxfp4_weight_loader")
+
+
+def nixl_eplb_validator() -> None:
+    activate("nixl_eplb_validator")

@@ -18,11 +18,13 @@ CUDA_COMMUNICATOR = "vllm.distributed.device_communicators.cuda_communicator"
 CPU_COMMUNICATOR = "vllm.distributed.device_communicators.cpu_communicator"
 MXFP4 = "vllm.model_executor.layers.quantization.mxfp4"
 GPT_OSS = "vllm.model_executor.models.gpt_oss"
+EPLB_COMMUNICATOR = "vllm.distributed.eplb.eplb_communicator"
 
 MODULES = {
     "moe_dp_dispatch": (NAIVE_DP_EP,),
     "moe_dp_all_gather": (CUDA_COMMUNICATOR, CPU_COMMUNICATOR),
     "mxfp4_weight_loader": (MXFP4, GPT_OSS),
+    "nixl_eplb_validator": (EPLB_COMMUNICATOR,),
 }
 FIX_IDS = tuple(MODULES)
 

@@ -32,6 +32,10 @@ AFFECTED = {
     "F3g": ">=0.19.0,<=0.28.0",  # gpt-oss with per-expert 2-D tensors
     "F3h": ">=0.19.0,<=0.33.0",  # tensors of another shape or scheme are taken
     "F3i": ">=0.28.0,<=0.33.0",  # scales that are no powers of two are rounded
+    "F4a": ">=0.23.0,<=0.33.0",  # NIXL EPLB: byte counts alone are compared, peer by peer
+    "F4b": ">=0.20.0,<=0.33.0",  # a rank that fails alone leaves its peers waiting
+    "F4c": ">=0.20.0,<=0.22.1",  # nothing is compared
+    "F4d": ">=0.20.0,<=0.22.1",  # no barrier after the reads
 }
 
 # target -> parameter lists seen in RELEASES; anything else is not touched
@@ -52,6 +56,29 @@ SIGNATURES = {
     "Mxfp4Config.get_quant_method": {"self, layer, prefix"},
     "select_mxfp4_moe_backend": {"config"},  # of Mxfp4MoEMethod to 0.20.2
     "select_deepseek_v4_mxfp4_moe_backend": {"config"},  # from 0.21.0
+    "NixlEplbCommunicator.__init__": {
+        "self, cpu_group, expert_weights, cuda_stream",  # to 0.22.1
+        "self, cpu_group, all_expert_weights, expert_buffer",  # 0.23.0, and from 0.29.0
+        "self, cpu_group, all_expert_weights, expert_buffer, defer_remote_setup",
+    },
+    **{
+        f"NixlEplbCommunicator.{name}": {"self"}
+        for name in (
+            *("_init_remote_agents", "_exchange_remote_send_meta"),
+            "_ensure_remote_state",  # 0.24.0 to 0.28.0
+        )
+    },
+    "NixlEplbCommunicator.add_recv": {
+        "self, tensor, src_rank",  # to 0.20.2
+        "self, tensors, src_rank, expert_id",
+    },
+    "NixlEplbCommunicator._get_or_create_xfer": {"self, src, total_bytes, recv_offset"},
+    "NixlEplbCommunicator._create_peer_xfer": {"self, src, local_descs, remote_descs"},
+    "NixlEplbCommunicator._wait_for_all_transfers": {"self, handles"},
+    "NixlEplbCommunicator.execute": {
+        "self",  # 0.20, and from 0.23.0
+        "self, old_indices",  # 0.21.0 to 0.22.1
+    },
     "GptOssModel._load_weights_mxfp4": {
         "self, ep_rank_end, ep_rank_start, heads_per_rank, head_start, weights, "
         "stacked_params_mapping",  # to 0.32.0

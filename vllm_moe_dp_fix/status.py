@@ -17,7 +17,7 @@ from typing import Any
 import vllm_moe_dp_fix
 from vllm_moe_dp_fix import runtime, settings
 from vllm_moe_dp_fix.host import Host, detect
-from vllm_moe_dp_fix.records import Fault, Fix, Outcome, Verdict, summarize
+from vllm_moe_dp_fix.records import Fault, Fix, Outcome, Repair, Verdict, summarize
 from vllm_moe_dp_fix.registry import FIX_IDS, load
 from vllm_moe_dp_fix.releases import AFFECTED
 
@@ -86,9 +86,7 @@ def _judge(fix: Fix) -> tuple[dict[str, Verdict], str | None]:
         try:
             importlib.import_module(repair.module)
         except Exception as error:
-            reason = f"{repair.module} cannot be imported: {error!r}"
-            missing = Verdict(Outcome.TARGET_MISSING, reason)
-            failures |= {fault.id: missing for fault in repair.faults}
+            failures |= {fault.id: _without_module(fault, repair, error) for fault in repair.faults}
     # Strict mode and misspelt settings stop a vLLM process; here they are part of the report.
     with contextlib.suppress(runtime.FixNotAppliedError, settings.SettingsError):
         runtime.install(fix.id)
@@ -97,6 +95,13 @@ def _judge(fix: Fix) -> tuple[dict[str, Verdict], str | None]:
     off = f"{settings.DISABLE} names it" if outcomes == {Outcome.SWITCHED_OFF} else None
     unsettled = Verdict(Outcome.PROBE_FAILED, "a setting stops the process in strict mode")
     return {fault_id: by_fault.get(fault_id, unsettled) for fault_id in _ids(fix)}, off
+
+
+def _without_module(fault: Fault, repair: Repair, error: Exception) -> Verdict:
+    host = detect()
+    if isinstance(error, ModuleNotFoundError) and host.is_affected(AFFECTED[fault.id]) is False:
+        return Verdict(Outcome.NOT_AFFECTED, f"vLLM {host.version} has no {repair.module}")
+    return Verdict(Outcome.TARGET_MISSING, f"{repair.module} cannot be imported: {error!r}")
 
 
 def _fix_document(

@@ -16,9 +16,9 @@ from trees import tree_of
 
 RELEASES = ("0.19.0", "0.26.0", "0.33.0")
 ABSENT = {  # faults that a release does not have
-    "0.19.0": {"F2d", "F3d", "F3i"},
-    "0.26.0": {"F1b", "F3a", "F3c", "F3i"},
-    "0.33.0": {"F1b", "F3a", "F3b", "F3c", "F3e", "F3f", "F3g"},
+    "0.19.0": {"F2d", "F3d", "F3i", "F4a", "F4b", "F4c", "F4d"},
+    "0.26.0": {"F1b", "F3a", "F3c", "F3i", "F4c", "F4d"},
+    "0.33.0": {"F1b", "F3a", "F3b", "F3c", "F3e", "F3f", "F3g", "F4c", "F4d"},
 }
 
 # What every case starts with.
@@ -31,6 +31,7 @@ CUDA = "vllm.distributed.device_communicators.cuda_communicator"
 CPU = "vllm.distributed.device_communicators.cpu_communicator"
 MXFP4 = "vllm.model_executor.layers.quantization.mxfp4"
 GPT_OSS = "vllm.model_executor.models.gpt_oss"
+EPLB = "vllm.distributed.eplb.eplb_communicator"
 lines = []
 class Listener(logging.Handler):
     def emit(self, record):
@@ -45,12 +46,14 @@ def targets():
               naive.MoEPrepareAndFinalizeNaiveDPEPMonolithic, naive,
               cuda.CudaCommunicator, cpu.CpuCommunicator,
               mxfp4.Mxfp4Config, mxfp4.Mxfp4MoEMethod, mxfp4, gpt_oss.GptOssModel]
-    if hasattr(mxfp4, "GptOssMxfp4MoEMethod"):
-        owners.append(mxfp4.GptOssMxfp4MoEMethod)
+    if hasattr(mxfp4, "GptOssMxfp4MoEMethod"):  # from 0.20.0, as the module of EPLB
+        owners += [mxfp4.GptOssMxfp4MoEMethod, importlib.import_module(EPLB).NixlEplbCommunicator]
     names = ("prepare", "_unwrap_scale_and_prepare_for_moe", "all_gatherv", "reduce_scatterv",
              "_reduce_scatterv", "get_quant_method", "select_mxfp4_moe_backend",
              "select_deepseek_v4_mxfp4_moe_backend", "maybe_roundup_sizes", "create_weights",
-             "process_weights_after_loading", "_load_weights_mxfp4")
+             "process_weights_after_loading", "_load_weights_mxfp4", "__init__",
+             "_init_remote_agents", "_exchange_remote_send_meta", "_ensure_remote_state",
+             "add_recv", "_create_peer_xfer", "_wait_for_all_transfers", "execute")
     return {f"{o.__name__}.{n}": vars(o)[n] for o in owners for n in names if n in vars(o)}
 def ours():
     return sorted(n for n, f in targets().items()
@@ -114,7 +117,7 @@ def test_import_first_twice_undo_twice_again(release: str) -> None:
     assert found["stable"]
     assert found["undone"] == [True, True]
     assert found["again"] == found["names"]
-    # One line a fix, and a second one for gpt-oss's module; the CUDA communicator's is DEBUG here.
+    # One line a module; those of the CUDA communicator and of NIXL are DEBUG on this platform.
     assert [level for level, _ in found["lines"]] == ["INFO"] * 4
 
 
@@ -133,6 +136,10 @@ def _replaced(release: str) -> set[str]:
     if release != "0.19.0":
         names |= {"CpuCommunicator.all_gatherv", "CpuCommunicator.reduce_scatterv"}
         methods += ["GptOssMxfp4MoEMethod"]
+        communicator = {"__init__", "_init_remote_agents", "_exchange_remote_send_meta"}
+        communicator |= {"add_recv", "_create_peer_xfer", "_wait_for_all_transfers"}
+        communicator |= {"_ensure_remote_state"} if release == "0.26.0" else set()
+        names |= {f"NixlEplbCommunicator.{name}" for name in communicator}
     names |= {
         f"{method}.{name}"
         for method in methods
@@ -154,7 +161,7 @@ def test_plugin_first(release: str) -> None:
         release,
         """
         load_general_plugins()
-        early = [m for m in (NAIVE, CUDA, CPU, MXFP4, GPT_OSS) if m in sys.modules]
+        early = [m for m in (NAIVE, CUDA, CPU, MXFP4, GPT_OSS, EPLB) if m in sys.modules]
         say(early=early, ours=len(ours()), outcomes=outcomes())
         """,
     )
@@ -167,7 +174,8 @@ def test_entry_points_are_light() -> None:
     code = """
     import sys
     import vllm_moe_dp_fix.plugin as plugin
-    plugin.moe_dp_dispatch(); plugin.moe_dp_all_gather(); plugin.mxfp4_weight_loader()
+    plugin.moe_dp_dispatch(); plugin.moe_dp_all_gather()
+    plugin.mxfp4_weight_loader(); plugin.nixl_eplb_validator()
     print([m for m in sys.modules if m == "torch" or m.startswith("vllm.")])
     """
     process = subprocess.run(
@@ -279,6 +287,7 @@ def test_a_replacement_that_is_not_known_is_left_alone() -> None:
     assert "put there by __main__" in warning
 
 
+HEALTHY = {"F1b", "F3a", "F3c", "F4c", "F4d"}  # what a probe finds right in 0.26.0
 UNKNOWN_BUILDS = ("0.34.0", "0.33.1.dev7+g1a2b", "0.26.0+cu130", "0.26.0+corp3", "dev")
 
 
@@ -304,7 +313,7 @@ def test_an_unknown_build_is_judged_by_probe() -> None:
         assert build["ours"] == len(_replaced("0.26.0"))
         assert build["left"] == []
         # F3i shows in a build of any release before 0.28.0, where F3e is its cause.
-        assert {f for f, o in build["outcomes"].items() if o == "healthy"} == {"F1b", "F3a", "F3c"}
+        assert {f for f, o in build["outcomes"].items() if o == "healthy"} == HEALTHY
         assert set(build["outcomes"].values()) == {"applied", "healthy"}
         (warning,) = build["warnings"]
         assert f"vLLM {version} is no release this package was tested with" in warning
@@ -316,11 +325,13 @@ def test_a_build_that_is_repaired_already_is_left_alone() -> None:
         "0.26.0",
         """
         from vllm_moe_dp_fix.registry import load
-        modules = {m: importlib.import_module(m) for m in (NAIVE, CUDA, CPU, MXFP4, GPT_OSS)}
+        modules = {m: importlib.import_module(m) for m in (NAIVE, CUDA, CPU, MXFP4, GPT_OSS, EPLB)}
         from vllm_moe_dp_fix import patching
         for fix in vllm_moe_dp_fix.verdicts():
             for repair in load(fix).repairs:
                 for patch in repair.patches:
+                    if patching.find(patch, modules[repair.module]) is None:
+                        continue
                     patching.replace(patch, patching.find(patch, modules[repair.module]))
         before = targets()
         load_general_plugins()
@@ -386,7 +397,8 @@ def test_status(release: str) -> None:
     assert document["vllm"]["version"] == release
     assert document["vllm"]["tested"]
     assert document["vllm"]["distribution"] == ["vllm"]
-    assert [fix["outcome"] for fix in document["fixes"]] == ["applied"] * 3
+    last = "not_affected" if release == "0.19.0" else "applied"
+    assert [fix["outcome"] for fix in document["fixes"]] == ["applied"] * 3 + [last]
     faults = {fault["id"]: fault for fix in document["fixes"] for fault in fix["faults"]}
     absent = ABSENT[release]
     assert {f for f, row in faults.items() if row["outcome"] == "not_affected"} == absent

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -18,12 +19,16 @@ from typing import Any, NamedTuple
 import checks_collectives as collectives
 import checks_dispatch as dispatch
 import checks_mxfp4 as mxfp4
+import checks_nixl as nixl
 import torch
 import twins
 import world
 from packaging.version import Version
 
-DISPATCH, GATHER, MXFP4 = "moe_dp_dispatch", "moe_dp_all_gather", "mxfp4_weight_loader"
+from vllm_moe_dp_fix.registry import EPLB_COMMUNICATOR, load
+
+DISPATCH, GATHER = "moe_dp_dispatch", "moe_dp_all_gather"
+MXFP4, NIXL = "mxfp4_weight_loader", "nixl_eplb_validator"
 
 
 class Check(NamedTuple):
@@ -36,6 +41,7 @@ class Check(NamedTuple):
         shows: How it looks without the plugin (regular expression).
         since: The first release that has what is checked.
         until: The last release that shows it, where the fault has more to it.
+        is_last: No other check can follow on the same ranks.
     """
 
     run: world.Check
@@ -47,6 +53,7 @@ class Check(NamedTuple):
     since: str = ""
     until: str = ""
     environ: tuple[tuple[str, str], ...] = ()
+    is_last: bool = False
 
     @property
     def faults(self) -> list[str]:
@@ -64,6 +71,10 @@ SHARDS = rf"{INDEX}|more than the \d+ rows and columns|{DIFFER}|is \(.*\) in all
 SIZES = rf"{INDEX}|The size of tensor a|more than the \d+ rows and columns"
 NOT_KNOWN = rf"{INDEX}|shard_id must be|\"copy_\" not implemented"
 TAKEN = "taken without a word|no ValueError but IndexError"
+UNSEEN = "taken without a word"
+UNCLEAR = (
+    "taken without a word|this rank alone says: RuntimeError: NIXL EPLB init failed: send meta"
+)
 
 CHECKS = {
     "fp8 1 and 36 tokens": Check(dispatch.uneven, "F1a", DISPATCH, ROWS),
@@ -159,6 +170,7 @@ CHECKS = {
     "mxfp4 gpt-oss widths": Check(mxfp4.gpt_oss_widths, None, MXFP4, SHARDS, 1),
     "mxfp4 reload": Check(mxfp4.reloaded, None, MXFP4, SHARDS, 1),
     "mxfp4 reload after dummy": Check(mxfp4.reloaded_dummy, None, MXFP4, SHARDS, 1),
+    "mxfp4 CPU kernel": Check(mxfp4.cpu_kernel, None, MXFP4, dp_size=1, since="0.22.0"),
     "mxfp4 LoRA": Check(mxfp4.lora, None, MXFP4, TAKEN, 1),
     "mxfp4 gpt-oss": Check(mxfp4.gpt_oss_stacked, None, MXFP4, dp_size=1),
     "mxfp4 shared expert": Check(mxfp4.shared_expert, None, MXFP4, dp_size=1, since="0.32.0"),
@@ -167,6 +179,39 @@ CHECKS = {
     ),
     "mxfp4 without biases": Check(mxfp4.without_biases, None, MXFP4, dp_size=1),
     "mxfp4 never loaded": Check(mxfp4.never_loaded, None, MXFP4, dp_size=1),
+    "nixl moves": Check(nixl.moves, None, NIXL, since="0.20.0"),
+    "nixl moves, three ranks": Check(nixl.moves, None, NIXL, dp_size=3, since="0.20.0"),
+    "nixl deferred": Check(nixl.moves_when_deferred, None, NIXL, since="0.20.0"),
+    "nixl one rank": Check(nixl.one_rank, None, NIXL, dp_size=1, since="0.20.0"),
+    "nixl other dtype": Check(nixl.other_dtype, "F4a F4c", NIXL, UNSEEN, since="0.20.0"),
+    "nixl other dtype, three ranks": Check(
+        nixl.other_dtype, "F4a F4c", NIXL, UNSEEN, 3, since="0.20.0"
+    ),
+    "nixl other bytes": Check(nixl.other_bytes, "F4a F4c", NIXL, UNCLEAR, since="0.20.0"),
+    "nixl other layers": Check(nixl.other_layers, "F4a", NIXL, UNCLEAR, since="0.23.0"),
+    "nixl real layers": Check(nixl.real_layers, "F4a F4c", NIXL, UNCLEAR, since="0.20.0"),
+    "nixl several at once": Check(
+        nixl.several_at_once, "F4a F4c", NIXL, UNCLEAR, 3, since="0.20.0"
+    ),
+    "nixl fails alone": Check(nixl.fails_alone, "F4b", NIXL, "left waiting|alone", since="0.20.0"),
+    "nixl fails alone, three ranks": Check(
+        nixl.fails_alone, "F4b", NIXL, "left waiting|alone", 3, since="0.20.0"
+    ),
+    "nixl dies": Check(
+        nixl.dies,
+        "F4b",
+        NIXL,
+        "the others say: NIXL EPLB init failed",
+        since="0.20.0",
+        is_last=True,
+    ),
+    "nixl dies, three ranks": Check(
+        nixl.dies, "F4b", NIXL, "the others say: NIXL", 3, since="0.20.0", is_last=True
+    ),
+    "nixl waits for readers": Check(
+        nixl.waits_for_readers, "F4d", NIXL, "goes on while", since="0.20.0"
+    ),
+    "nixl transfer fails": Check(nixl.transfer_fails, None, NIXL, "does not name", since="0.20.0"),
 }
 
 IMPORTS = (
@@ -183,7 +228,9 @@ IMPORTS = (
     "vllm_moe_dp_fix.fixes.moe_dp_all_gather",
     "vllm_moe_dp_fix.fixes.moe_dp_dispatch",
     "vllm_moe_dp_fix.fixes.mxfp4_weight_loader",
+    "vllm_moe_dp_fix.fixes.nixl_eplb_validator",
     "vllm_moe_dp_fix.mxfp4.loading",
+    "vllm_moe_dp_fix.nixl.report",
     "wrapt.importer",
 )
 
@@ -193,6 +240,8 @@ def main(output: Path, names: list[str]) -> None:
 
     for name in IMPORTS:
         importlib.import_module(name)
+    if importlib.util.find_spec(EPLB_COMMUNICATOR):  # from 0.20.0
+        importlib.import_module(EPLB_COMMUNICATOR)
     vllm.config.VllmConfig()  # imports the rest, which each rank would import by itself
     torch.set_num_threads(1)
     twins.register_fp8_ops()
@@ -227,6 +276,8 @@ def cured(names: list[str]) -> dict[str, list[str]]:
     groups: dict[Any, list[str]] = {}
     for name in names:
         check = CHECKS[name]
+        if check.is_last:
+            continue
         key = (check.dp_size, check.tp_size, check.fix, check.environ)
         groups.setdefault(key, []).append(name)
     found: dict[str, list[str]] = {}
@@ -234,8 +285,7 @@ def cured(names: list[str]) -> dict[str, list[str]]:
         with environment(environ):
             checks = {name: CHECKS[name].run for name in members}
             found |= world.run(checks, dp_size, tp_size, [fix])
-        found |= {name: alone(name, [fix]) for name in members if name not in found}
-    return found
+    return found | {name: alone(name, [CHECKS[name].fix]) for name in names if name not in found}
 
 
 @contextlib.contextmanager
@@ -257,11 +307,15 @@ def verdicts() -> dict[str, tuple[str, str]]:
     import vllm_moe_dp_fix
 
     load_general_plugins()
-    return {
+    found = {
         fault: (verdict.outcome.value, verdict.reason)
         for faults in vllm_moe_dp_fix.verdicts().values()
         for fault, verdict in faults.items()
     }
+    if not importlib.util.find_spec(EPLB_COMMUNICATOR):
+        absent = ("not_affected", f"there is no {EPLB_COMMUNICATOR}")
+        found |= {fault.id: absent for fault in load(NIXL).faults}
+    return found
 
 
 if __name__ == "__main__":
