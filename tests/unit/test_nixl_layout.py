@@ -30,7 +30,8 @@ def layout(**options: Any) -> Layout:
 
 
 def text(*groups: tuple[tuple[int, ...], Layout]) -> str:
-    return report.differences([Described(ranks, one, LABELS) for ranks, one in groups])
+    described = [Described(ranks, one, LABELS) for ranks, one in groups]
+    return report.differences(described, sum(len(ranks) for ranks, _ in groups))
 
 
 def test_equal_weights_have_one_digest_and_others_have_others() -> None:
@@ -107,6 +108,18 @@ def test_reports_stay_short() -> None:
     assert spelled.endswith("and 26 more ranges")
 
 
+def test_ranks_of_kinds_that_are_not_described_are_odd() -> None:
+    groups = [Described((0, 1), layout(), LABELS), Described((2,), layout(width=64), LABELS)]
+    assert "ranks 2-4 of 5 hold other" in report.differences(groups, 5)
+
+
+def test_no_weights_are_an_error() -> None:
+    empty: list[torch.Tensor] = []
+    for nothing in ([], [empty]):
+        with pytest.raises(ValueError, match="no expert weights"):
+            describe(nothing, None, LABELS)
+
+
 def test_equal_causes_are_said_once() -> None:
     said = report.failures({1: "no memory", 2: "no memory", 7: "no peer"}, 8)
     assert said.splitlines() == [
@@ -119,6 +132,6 @@ def test_equal_causes_are_said_once() -> None:
 def test_other_versions_are_a_likely_cause_and_alone_a_warning() -> None:
     newer = Labels("0.34.0", LABELS.names, LABELS.methods)
     groups = [Described((0, 1), layout(), LABELS), Described((2,), layout(width=64), newer)]
-    assert "vLLM version (0.33.0 on ranks 0-1, 0.34.0 on rank 2)" in report.differences(groups)
+    assert "vLLM version (0.33.0 on ranks 0-1, 0.34.0 on rank 2)" in report.differences(groups, 3)
     said = report.label_differences([groups[0], Described((2,), layout(), newer)])
     assert "vLLM 0.33.0 on ranks 0-1, 0.34.0 on rank 2" in said

@@ -95,9 +95,10 @@ class _Setup:
         for rank, other in enumerate(hellos):
             kinds.setdefault((other.layout, other.labels), []).append(rank)
         if len(kinds) > 1:
-            groups = self._describe_all(list(kinds.values())[:_MAX_KINDS])
+            largest_first = sorted(kinds.values(), key=lambda ranks: (-len(ranks), ranks))
+            groups = self._describe_all(largest_first[:_MAX_KINDS])
             if len({layout for layout, _ in kinds}) > 1:
-                raise exchange.NixlEplbError(report.differences(groups))
+                raise exchange.NixlEplbError(report.differences(groups, len(hellos)))
             if self.group.rank() == 0:
                 logger.warning("%s", report.label_differences(groups))
         return hellos
@@ -379,8 +380,7 @@ def _wrap_wait(original: FunctionType, module: ModuleType) -> FunctionType:
                         f"NIXL EPLB: NIXL transfer failed with state={state}: {what}"
                     ) from error
             raise
-        finally:
-            moves.clear()
+        moves.clear()
 
     return _wait_for_all_transfers  # type: ignore[return-value]
 
@@ -394,8 +394,10 @@ def _wrap_execute(original: FunctionType, module: ModuleType) -> FunctionType:
         try:
             original(self, *args, **kwargs)
         except Exception:
-            with suppress(exchange.NixlEplbError):
-                exchange.all_fine(self._cpu_group, False)
+            # Before its first read a rank fails in front of vLLM's barrier, and no peer is here.
+            if self.__dict__.pop(_MOVES, None):
+                with suppress(exchange.NixlEplbError):
+                    exchange.all_fine(self._cpu_group, False)
             raise
         if not exchange.all_fine(self._cpu_group, True):
             raise exchange.NixlEplbError(

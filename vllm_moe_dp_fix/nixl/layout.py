@@ -86,6 +86,8 @@ def describe(
         ValueError: Names what cannot be transferred: a tensor whose experts do not lie one after
             the other, another number of experts, a receive buffer of another size or dtype.
     """
+    if not weights or not weights[0]:
+        raise ValueError("there are no expert weights")
     tensors: dict[Key, TensorLayout] = {}
     first = weights[0][0]
     experts = first.shape[0] if first.ndim else 0

@@ -50,18 +50,20 @@ def failures(causes: Mapping[int, str], world_size: int) -> str:
     )
 
 
-def differences(groups: Sequence[Described]) -> str:
+def differences(groups: Sequence[Described], world_size: int) -> str:
     """The text where the ranks do not hold the same.
 
-    Starts with vLLM's own words, so that a search for its message still finds this one.
+    Starts with vLLM's own words, so that a search for its message still finds this one. Of a great
+    many kinds of ranks, ``groups`` are the largest.
     """
     found: dict[_Difference, list[Key]] = {}
     for key, difference in _differences(groups):
         found.setdefault(difference, [])
         if key is not None:
             found[difference].append(key)
-    world_size = sum(len(group.ranks) for group in groups)
-    odd = sorted({r for d in found for _, ranks in d.values[1:] for r in ranks})
+    described = {rank for group in groups for rank in group.ranks}
+    odd = {rank for d in found for _, ranks in d.values[1:] for rank in ranks}
+    odd |= set(range(world_size)) - described
     lines = [
         f"  {difference.what}: "
         + ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in difference.values)
@@ -71,8 +73,8 @@ def differences(groups: Sequence[Described]) -> str:
     causes = _causes(groups, {difference.what for difference in found})
     return "\n".join(
         [
-            f"{_head(found)}: {_ranks(odd)} of {world_size} hold other expert weights than the "
-            "rest; nothing was transferred",
+            f"{_head(found)}: {_ranks(sorted(odd))} of {world_size} hold other expert weights "
+            "than the rest; nothing was transferred",
             *_bounded(lines),
             f"  Likely cause: {'; '.join(causes)}.",
         ]

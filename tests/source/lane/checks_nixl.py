@@ -15,8 +15,10 @@ import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
+import vllm
 from checks_dispatch import same
 from world import Dies, Rank
 
@@ -321,6 +323,13 @@ def transfer_fails(rank: Rank) -> None:
         raise AssertionError("taken without a word")
     finally:
         _wait_for_all()
+
+
+def other_version(rank: Rank) -> None:
+    """Transfers do not depend on vLLM's version: experts move all the same."""
+    version = "0.0.1" if rank.rank == 0 else vllm.__version__
+    with mock.patch.object(vllm, "__version__", version):
+        moves(rank)
 
 
 def one_rank(rank: Rank) -> None:

@@ -182,6 +182,7 @@ CHECKS = {
     "nixl moves": Check(nixl.moves, None, NIXL, since="0.20.0"),
     "nixl moves, three ranks": Check(nixl.moves, None, NIXL, dp_size=3, since="0.20.0"),
     "nixl deferred": Check(nixl.moves_when_deferred, None, NIXL, since="0.20.0"),
+    "nixl other version": Check(nixl.other_version, None, NIXL, since="0.20.0"),
     "nixl one rank": Check(nixl.one_rank, None, NIXL, dp_size=1, since="0.20.0"),
     "nixl other dtype": Check(nixl.other_dtype, "F4a F4c", NIXL, UNSEEN, since="0.20.0"),
     "nixl other dtype, three ranks": Check(
