@@ -192,12 +192,13 @@ def _word_of_all(rank: Rank, call: Callable[[], Any]) -> str:
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
     thread.join(WAIT_S)
+    _calls.append(None)
+    _meet(rank, f"call {len(_calls)}")
     if not said:
         raise AssertionError(f"left waiting for {WAIT_S} s by a rank that failed")
     if not said[0]:
         raise AssertionError("taken without a word")
     if "NIXL EPLB" not in said[0] or re.search("init failed: [a-z ]+$", said[0]):
-        time.sleep(WAIT_S)  # so that the peers' wait is not ended by the end of this process
         raise AssertionError(f"this rank alone says: {said[0]}")
     from vllm.distributed import get_dp_group
 
@@ -206,6 +207,18 @@ def _word_of_all(rank: Rank, call: Callable[[], Any]) -> str:
     if set(everywhere) != {said[0]}:
         raise AssertionError(f"another error on each rank: {everywhere}")
     return said[0]
+
+
+_calls: list[None] = []
+
+
+def _meet(rank: Rank, name: str) -> None:
+    """Waits for the others, who may wait in vain; the end of a process would end their wait."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    store.add(name, 1)
+    until = time.monotonic() + 2 * WAIT_S
+    while store.add(name, 0) < rank.dp_size and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 def _must_say(text: str, *words: object) -> None:
