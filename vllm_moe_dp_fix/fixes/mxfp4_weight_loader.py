@@ -74,9 +74,7 @@ def _wrap_create_weights(original: FunctionType, module: ModuleType) -> Function
     @functools.wraps(original)
     def create_weights(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
         original(self, layer, *args, **kwargs)
-        of_gpt_oss = getattr(module, _GPT_OSS_METHOD, type(self))
-        is_interleaved = isinstance(self, of_gpt_oss) and _is_gpt_oss(self.moe)
-        attach(layer, getattr(self, _SHARD), quantizes, is_interleaved)
+        attach(layer, getattr(self, _SHARD), quantizes, is_interleaved=_is_gpt_oss(self.moe))
 
     return create_weights  # type: ignore[return-value]
 
@@ -146,7 +144,7 @@ def _wrap_select(original: FunctionType, module: ModuleType) -> FunctionType:
 
 
 def _is_gpt_oss(config: Any) -> bool:
-    """Whether gate and up lie in alternating rows, as gpt-oss's method takes for granted."""
+    """Whether the activation wants gate and up in alternating rows."""
     return config.activation.value == "swigluoai"
 
 

@@ -55,7 +55,7 @@ class _State:
     Attributes:
         layer_name: For error messages.
         quantizes: Full-precision weights are quantized as they load.
-        is_interleaved: Gate and up lie in alternating rows, as the method for gpt-oss wants them.
+        is_interleaved: Gate and up lie in alternating rows, as gpt-oss's activation wants them.
         written: Parameter name -> what of it was written, as ``2 * local expert + part``.
         was_finished: The layer was processed once; what loads from now on is an update.
     """
