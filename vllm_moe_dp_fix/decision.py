@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import ModuleType
 
 from vllm_moe_dp_fix.host import Host
@@ -38,12 +39,16 @@ def carry_out(repair: Repair, module: ModuleType, host: Host) -> tuple[Verdicts,
 
     targets: list[tuple[Patch, Target]] = []
     for patch in repair.patches:
-        target = find(patch, module)
+        try:
+            place = import_module(patch.module) if patch.module else module
+        except ModuleNotFoundError as error:
+            return conclude(Outcome.TARGET_MISSING, str(error))
+        target = find(patch, place)
         if target is None and patch.is_optional:
             continue
         if target is None:
             names = " or ".join(patch.targets)
-            return conclude(Outcome.TARGET_MISSING, f"{module.__name__} has no {names}")
+            return conclude(Outcome.TARGET_MISSING, f"{place.__name__} has no {names}")
         if target.signature not in SIGNATURES[target.path]:
             shown = target.signature or f"no plain function: {target.function!r}"
             by = f", put there by {target.foreign_owner}" if target.foreign_owner else ""

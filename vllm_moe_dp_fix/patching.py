@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
@@ -16,13 +18,14 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Target:
-    """A function that can be replaced: ``owner.name`` is ``function``."""
+    """A function that can be replaced: ``owner.name`` is ``function``, or ``holder(function)``."""
 
     path: str
     owner: Any
     name: str
     function: Any
     module: ModuleType
+    holder: type[staticmethod[Any, Any]] | type[property] | None = None
 
     @property
     def signature(self) -> str:
@@ -44,9 +47,13 @@ def find(patch: Patch, module: ModuleType) -> Target | None:
         *parents, name = path.split(".")
         for parent in parents:
             owner = getattr(owner, parent, None)
-        function = getattr(owner, name, None)
-        if function is not None:
-            return Target(path, owner, name, function, module)
+        held = inspect.getattr_static(owner, name, None)
+        if isinstance(held, staticmethod):
+            return Target(path, owner, name, held.__func__, module, staticmethod)
+        if isinstance(held, property):
+            return Target(path, owner, name, held.fget, module, property)
+        if held is not None:
+            return Target(path, owner, name, getattr(owner, name), module)
     return None
 
 
@@ -56,6 +63,7 @@ class Replacement:
 
     target: Target
     function: FunctionType
+    held: object
     previous: object
 
     def undo(self) -> str | None:
@@ -63,7 +71,7 @@ class Replacement:
         owner, name = self.target.owner, self.target.name
         _rebind_importers(self.target, self.function, self.target.function)
         held = vars(owner).get(name)
-        if held is not self.function:
+        if held is not self.held:
             holder = _foreign(held, owner, self.target.module) or "someone else"
             return f"{self.target.path} is held by {holder} now and was left as it is"
         if self.previous is _ABSENT:
@@ -76,10 +84,11 @@ class Replacement:
 def replace(patch: Patch, target: Target) -> Replacement:
     """Puts the patch's function in the target's place and in every module that imported it."""
     function = patch.wrap(target.function, target.module)
+    held = target.holder(function) if target.holder else function
     previous = vars(target.owner).get(target.name, _ABSENT)
-    setattr(target.owner, target.name, function)
+    setattr(target.owner, target.name, held)
     _rebind_importers(target, target.function, function)
-    return Replacement(target, function, previous)
+    return Replacement(target, function, held, previous)
 
 
 def _rebind_importers(target: Target, old: object, new: object) -> None:
@@ -104,3 +113,16 @@ def _foreign(function: object, owner: object, module: ModuleType) -> str | None:
     if home in {cls.__module__ for cls in classes}:
         return None
     return f"{home} ({function.__code__.co_filename})"
+
+
+@contextlib.contextmanager
+def overridden(module: ModuleType, **names: object) -> Iterator[None]:
+    """Sets globals of a module for a while."""
+    before = {name: getattr(module, name) for name in names}
+    try:
+        for name, value in names.items():
+            setattr(module, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)

@@ -5,11 +5,13 @@ vLLM calls them once in every process, before it imports the code they repair, a
 what they raise.
 """
 
+from vllm_moe_dp_fix import replicas
 from vllm_moe_dp_fix.runtime import activate
 
 
 def moe_dp_dispatch() -> None:
     activate("moe_dp_dispatch")
+    replicas.prepare()
 
 
 def moe_dp_all_gather() -> None:

@@ -87,18 +87,21 @@ class Patch:
 
     Attributes:
         targets: Attribute paths in the repair's module; the first that exists is replaced.
-        wrap: Takes the original function and its module, returns the replacement.
+        wrap: Takes the original function and its module, returns the replacement. What a static
+            method or a property holds is a function, too.
         is_optional: Left out where the release has none of the targets.
+        module: Where the targets are, if not in the repair's module, which imports that one.
     """
 
     targets: tuple[str, ...]
     wrap: Callable[[FunctionType, ModuleType], FunctionType]
     is_optional: bool = False
+    module: str | None = None
 
 
 @dataclass(frozen=True)
 class Repair:
-    """Patches of one module that go in and out together, and the faults they cure.
+    """Patches that go in and out together once a module is imported, and the faults they cure.
 
     ``on_cpu`` tells on which platform vLLM uses the module: True for the CPU, False for all others,
     None for all. It is imported, and repaired, on the others too; but there nobody needs it.

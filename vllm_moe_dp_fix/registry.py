@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vllm_moe_dp_fix.records import Fix
 
 NAIVE_DP_EP = "vllm.model_executor.layers.fused_moe.prepare_finalize.naive_dp_ep"
+CORE_CLIENT = "vllm.v1.engine.core_client"
 CUDA_COMMUNICATOR = "vllm.distributed.device_communicators.cuda_communicator"
 CPU_COMMUNICATOR = "vllm.distributed.device_communicators.cpu_communicator"
 MXFP4 = "vllm.model_executor.layers.quantization.mxfp4"
@@ -21,7 +22,7 @@ GPT_OSS = "vllm.model_executor.models.gpt_oss"
 EPLB_COMMUNICATOR = "vllm.distributed.eplb.eplb_communicator"
 
 MODULES = {
-    "moe_dp_dispatch": (NAIVE_DP_EP,),
+    "moe_dp_dispatch": (NAIVE_DP_EP, CORE_CLIENT),
     "moe_dp_all_gather": (CUDA_COMMUNICATOR, CPU_COMMUNICATOR),
     "mxfp4_weight_loader": (MXFP4, GPT_OSS),
     "nixl_eplb_validator": (EPLB_COMMUNICATOR,),

@@ -19,6 +19,7 @@ AFFECTED = {
     "F1a": ">=0.19.0,<=0.33.0",  # a one-element activation scale is gathered like a row a token
     "F1b": ">=0.19.0,<=0.22.1",  # a 0-dim static scale is lost in dispatch
     "F1c": ">=0.19.0,<=0.33.0",  # MXFP8 scales keep the row-major layout after dispatch
+    "F1d": ">=0.19.0,<=0.33.0",  # no full copy of the experts on each rank
     "F2a": ">=0.19.0,<=0.33.0",  # all_gatherv leaves the NCCL group open
     "F2b": ">=0.19.0,<=0.33.0",  # all_gatherv checks nothing where the sizes are equal
     "F2c": ">=0.19.0,<=0.33.0",  # reduce_scatterv: bare asserts
@@ -48,6 +49,27 @@ SIGNATURES = {
         "self, a1, router_logits, quant_config, defer_input_quant",
     },
     "_unwrap_scale_and_prepare_for_moe": {"scales, quant_config"},
+    "VllmConfig.__post_init__": {"self"},
+    "VllmConfig.needs_dp_coordinator": {"self"},
+    "DPCoordinator.__init__": {
+        "self, parallel_config, enable_wave_coordination",  # to 0.30.0
+        "self, parallel_config, enable_wave_coordination, logging_config",
+    },
+    "wait_for_engine_startup": {
+        "handshake_socket, addresses, core_engines, parallel_config, coordinated_dp, "
+        "cache_config, proc_manager, coord_process",  # to 0.27.1
+        "handshake_socket, core_engines, parallel_config, coordinated_dp, cache_config, launch",
+    },
+    "CoreEngineActorManager.__init__": {
+        "self, vllm_config, addresses, executor_class, log_stats, placement_groups, local_dp_ranks",
+    },
+    "EngineCoreProc.run_engine_core": {"args, dp_rank, local_dp_rank, kwargs"},
+    "EngineCoreClient.make_async_mp_client": {
+        "vllm_config, executor_class, log_stats, client_addresses, client_count, "
+        "client_index",  # to 0.29.0
+        "vllm_config, executor_class, log_stats, client_addresses, client_count, "
+        "client_index, renderer",
+    },
     "CudaCommunicator.all_gatherv": {"self, input_, dim, sizes"},
     "CudaCommunicator.reduce_scatterv": {"self, input_, dim, sizes"},  # to 0.31.0
     "CudaCommunicator._reduce_scatterv": {"self, input_, dim, sizes, output"},  # from 0.32.0

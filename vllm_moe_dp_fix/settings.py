@@ -11,10 +11,15 @@ PREFIX = "VLLM_MOE_DP_FIX_"
 DISABLE = PREFIX + "DISABLE"
 STRICT = PREFIX + "STRICT"
 FP8_DISPATCH = PREFIX + "FP8_DISPATCH"
+EXPERTS = PREFIX + "EXPERTS"
 
-_NAMES = (DISABLE, STRICT, FP8_DISPATCH)
 _BOOLEANS = {"": False, "0": False, "false": False, "1": True, "true": True}
-FP8_DISPATCH_CHOICES = ("quantize_after_gather", "shared_scale")
+# The first of each is the default.
+_CHOICES = {
+    FP8_DISPATCH: ("quantize_after_gather", "shared_scale"),
+    EXPERTS: ("sharded", "replicated", "auto"),
+}
+_NAMES = (DISABLE, STRICT, *_CHOICES)
 
 
 class SettingsError(ValueError):
@@ -56,12 +61,12 @@ def read(fix_ids: tuple[str, ...], environ: Mapping[str, str] = os.environ) -> S
     if raw not in _BOOLEANS:
         problems.append(f"{STRICT}={raw!r} is neither 1 nor 0; taken as 0")
 
-    choice = environ.get(FP8_DISPATCH, "").strip()
-    if choice and choice not in FP8_DISPATCH_CHOICES:
-        problems.append(
-            f"{FP8_DISPATCH}={choice!r} is unknown; known: {', '.join(FP8_DISPATCH_CHOICES)}; "
-            f"taken as {FP8_DISPATCH_CHOICES[0]}"
-        )
+    for name, choices in _CHOICES.items():
+        choice = environ.get(name, "").strip()
+        if choice and choice not in choices:
+            problems.append(
+                f"{name}={choice!r} is unknown; known: {', '.join(choices)}; taken as {choices[0]}"
+            )
 
     return Settings(disabled, _BOOLEANS.get(raw, False), tuple(problems))
 
@@ -73,5 +78,18 @@ def fp8_dispatch(environ: Mapping[str, str] = os.environ) -> str:
     ``shared_scale`` takes the maximum of the ranks' scales first and gathers FP8. Both give the
     same bits.
     """
-    choice = environ.get(FP8_DISPATCH, "").strip()
-    return choice if choice in FP8_DISPATCH_CHOICES else FP8_DISPATCH_CHOICES[0]
+    return _choice(FP8_DISPATCH, environ)
+
+
+def experts(environ: Mapping[str, str] = os.environ) -> str:
+    """Where the experts lie without expert parallelism. Must be equal on all nodes.
+
+    ``sharded`` (default) is vLLM's own layout: over all data-parallel ranks. ``replicated`` makes
+    every rank an engine of its own that holds them all; ``auto`` does so where they fit well.
+    """
+    return _choice(EXPERTS, environ)
+
+
+def _choice(name: str, environ: Mapping[str, str]) -> str:
+    choice = environ.get(name, "").strip()
+    return choice if choice in _CHOICES[name] else _CHOICES[name][0]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
-from vllm_moe_dp_fix.fixes._probing import overridden
+from vllm_moe_dp_fix.patching import overridden
 from vllm_moe_dp_fix.records import Fault, Fix, Patch, Repair
 from vllm_moe_dp_fix.registry import CPU_COMMUNICATOR, CUDA_COMMUNICATOR
 

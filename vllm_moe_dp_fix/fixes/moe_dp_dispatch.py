@@ -16,9 +16,10 @@ from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm_moe_dp_fix import settings
-from vllm_moe_dp_fix.fixes._probing import overridden
+from vllm_moe_dp_fix.patching import overridden
 from vllm_moe_dp_fix.records import Fault, Fix, Patch, Repair
 from vllm_moe_dp_fix.registry import NAIVE_DP_EP
+from vllm_moe_dp_fix.replicas.patches import REPAIR as REPLICAS
 
 if TYPE_CHECKING:
     import torch
@@ -332,7 +333,7 @@ F1C = Fault(
 
 FIX = Fix(
     id="moe_dp_dispatch",
-    summary="Quantized activations through the MoE dispatch",
+    summary="Quantized activations through the MoE dispatch; sharded or replicated experts",
     repairs=(
         Repair(
             module=NAIVE_DP_EP,
@@ -347,5 +348,6 @@ FIX = Fix(
             faults=(F1C,),
             patches=(Patch(("_unwrap_scale_and_prepare_for_moe",), _wrap_unwrap_scale),),
         ),
+        REPLICAS,
     ),
 )

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from vllm_moe_dp_fix.fixes._probing import overridden
+from vllm_moe_dp_fix.patching import overridden
 from vllm_moe_dp_fix.records import Fault, Fix, Patch, Repair
 from vllm_moe_dp_fix.registry import GPT_OSS, MXFP4
 

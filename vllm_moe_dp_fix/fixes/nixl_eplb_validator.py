@@ -19,7 +19,7 @@ from contextlib import nullcontext, suppress
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from vllm_moe_dp_fix.fixes._probing import overridden
+from vllm_moe_dp_fix.patching import overridden
 from vllm_moe_dp_fix.records import Fault, Fix, Patch, Repair
 from vllm_moe_dp_fix.registry import EPLB_COMMUNICATOR
 

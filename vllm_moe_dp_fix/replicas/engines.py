@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that run on their own: the mark on a configuration, and what an engine process runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from vllm_moe_dp_fix.patching import overridden
+
+_MARK = "_moe_dp_fix_replicated"
+
+# vLLM's own, where it was replaced in this process; a forked one inherits that, a spawned one not.
+vllm_run_engine_core: Callable[..., None] | None = None
+
+
+def mark(parallel_config: Any) -> None:
+    """Makes the ranks of a configuration independent. Travels with it to other processes."""
+    setattr(parallel_config, _MARK, True)
+
+
+def is_replicated(parallel_config: Any) -> bool:
+    """Whether the ranks of this configuration are independent engines with all experts."""
+    return getattr(parallel_config, _MARK, False)
+
+
+@contextlib.contextmanager
+def as_one_rank(parallel_config: Any) -> Iterator[None]:
+    """Shows a configuration with one rank, as its engines will see it."""
+    size = parallel_config.data_parallel_size
+    parallel_config.data_parallel_size = 1
+    try:
+        yield
+    finally:
+        parallel_config.data_parallel_size = size
+
+
+def make_independent(parallel_config: Any) -> None:
+    """What vLLM does to the configuration of a dense model's rank.
+
+    ``data_parallel_index`` and ``data_parallel_rank_local`` stay, for ports, names and devices.
+    """
+    reconfigure = getattr(parallel_config, "reconfigure_for_independent_dp_rank", None)
+    if reconfigure is not None:  # from 0.28.0
+        reconfigure()
+        return
+    parallel_config.data_parallel_size = 1
+    parallel_config.data_parallel_size_local = 1
+    parallel_config.data_parallel_rank = 0
+
+
+def run_engine_core(*args: Any, dp_rank: int = 0, local_dp_rank: int = 0, **kwargs: Any) -> None:
+    """``EngineCoreProc.run_engine_core``, for replicas too.
+
+    It is the target of engine processes, and a name that a spawned one can import: such a process
+    has chosen its engine before it loads plugins.
+    """
+    from vllm.v1.engine import core
+
+    run = vllm_run_engine_core or core.EngineCoreProc.run_engine_core
+    parallel_config = kwargs["vllm_config"].parallel_config
+    choice: Any = contextlib.nullcontext()
+    if is_replicated(parallel_config):
+        choice = overridden(core, DPEngineCoreProc=_independent_engine)
+        if parallel_config.data_parallel_external_lb:
+            # A server for each rank: its engine has nothing to learn from rank 0.
+            own = kwargs.pop("client_handshake_address", None)
+            kwargs["handshake_address"] = own or kwargs["handshake_address"]
+    with choice:
+        run(*args, dp_rank=dp_rank, local_dp_rank=local_dp_rank, **kwargs)
+
+
+def _independent_engine(*args: Any, **kwargs: Any) -> Any:
+    """The engine of a dense model's rank, where vLLM wants one for a rank among many."""
+    from vllm.v1.engine import core
+
+    parallel_config = kwargs["vllm_config"].parallel_config
+    index = parallel_config.data_parallel_rank
+    make_independent(parallel_config)
+    return core.EngineCoreProc(*args, engine_index=index, **kwargs)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much memory a full copy of a model takes, told from its configuration."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+_GIB = 2**30
+# The names under which models keep the width of one expert, the most specific first.
+_EXPERT_WIDTHS = (
+    "moe_intermediate_size",
+    "expert_intermediate_size",
+    "moe_ffn_hidden_size",
+    "expert_ffn_hidden_size",
+    "intermediate_size",
+)
+_SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+_DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers")
+_EVERY_NTH = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq")
+_BITS_KEYS = ("bits", "w_bit", "weight_bits", "num_bits")
+
+
+class UnknownSizeError(ValueError):
+    """The configuration does not tell how large the model is."""
+
+
+class FullCopy(NamedTuple):
+    """A full copy of the weights beside what one device has to give, both in bytes."""
+
+    size: float
+    usable: float
+
+    @property
+    def leaves_half(self) -> bool:
+        """Whether half of the usable memory, at least, stays free for the KV cache."""
+        return self.size <= self.usable / 2
+
+    def __str__(self) -> str:
+        return (
+            f"a full copy of the weights takes about {self.size / _GIB:.1f} of the "
+            f"{self.usable / _GIB:.1f} GiB that each device has to give"
+        )
+
+
+def of_full_copy(vllm_config: Any) -> FullCopy:
+    """The weights of one rank with all experts, a device.
+
+    Raises:
+        UnknownSizeError: The size of the model, or of the device, cannot be told.
+    """
+    parallel = vllm_config.parallel_config
+    devices = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    return FullCopy(weights(vllm_config.model_config) / devices, _usable(vllm_config))
+
+
+def weights(model_config: Any) -> float:
+    """The weights of a model in bytes: quantized experts, all else in the model's dtype.
+
+    Raises:
+        UnknownSizeError: The configuration does not say how wide an expert is.
+    """
+    config = model_config.hf_text_config
+    hidden = model_config.get_hidden_size()
+    layers = model_config.get_total_num_hidden_layers()
+    width = _first(config, _EXPERT_WIDTHS)
+    if not width:
+        raise UnknownSizeError("the model's configuration does not say how wide an expert is")
+
+    sparse = _sparse_layers(config, layers)
+    dense = layers if getattr(config, "enable_moe_block", False) else layers - sparse
+    experts = sparse * model_config.get_num_experts() * 3 * hidden * width
+    shared = _first(config, _SHARED_EXPERTS) * width
+    shared = shared or _first(config, ("shared_expert_intermediate_size",))
+    heads = config.num_attention_heads
+    key_value_heads = _first(config, ("num_key_value_heads",)) or heads
+    head = _first(config, ("head_dim", "v_head_dim")) or hidden // heads
+    others = (
+        sparse * 3 * hidden * shared
+        + dense * 3 * hidden * _first(config, ("intermediate_size",))
+        + layers * 2 * hidden * head * (heads + key_value_heads)
+        + config.vocab_size * hidden * (1 if getattr(config, "tie_word_embeddings", False) else 2)
+    )
+    dtype_bits = model_config.dtype.itemsize * 8
+    return (experts * (_weight_bits(model_config) or dtype_bits) + others * dtype_bits) / 8
+
+
+def _sparse_layers(config: Any, layers: int) -> int:
+    """The layers that have experts."""
+    each = getattr(config, "moe_layer_freq", None)
+    if isinstance(each, list | tuple):
+        return sum(map(bool, each))
+    every_nth = _first(config, _EVERY_NTH) or 1
+    dense = getattr(config, "mlp_only_layers", None) or ()
+    return max(1, (layers - _first(config, _DENSE_FIRST)) // every_nth - len(dense))
+
+
+def _first(config: Any, names: tuple[str, ...]) -> int:
+    """The first of these entries that is a number and not 0, or 0."""
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value:
+            return value
+    return 0
+
+
+def _weight_bits(model_config: Any) -> float | None:
+    """Bits a weight with its share of the scales; None where the experts keep the dtype."""
+    method = str(model_config.quantization or "")
+    if "fp4" in method:
+        return 4.5
+    if "fp8" in method or "int8" in method or method == "modelopt":
+        return 8.25
+    checkpoint = getattr(model_config.hf_config, "quantization_config", None)
+    bits = _find_bits(checkpoint) if method and isinstance(checkpoint, dict) else None
+    return bits + 0.25 if bits else None
+
+
+def _find_bits(settings: dict[str, Any]) -> int | None:
+    """The most bits that a part of this quantization configuration names."""
+    found = []
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            found.append(_find_bits(value) or 0)
+        elif key in _BITS_KEYS and isinstance(value, int):
+            found.append(value)
+    return max(found, default=0) or None
+
+
+def _usable(vllm_config: Any) -> float:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        import psutil
+
+        return psutil.virtual_memory().total / vllm_config.parallel_config.data_parallel_size_local
+    try:
+        total = current_platform.get_device_total_memory()
+    except Exception as error:
+        raise UnknownSizeError(f"the memory of the devices cannot be told: {error!r}") from error
+    return float(total * vllm_config.cache_config.gpu_memory_utilization)
