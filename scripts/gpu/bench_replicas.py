@@ -114,8 +114,8 @@ def served(model: Path, lane: demo.Lane, way: str) -> Iterator[list[demo.Server]
         servers = []
         for name, variables in zip(names, visible, strict=True):
             with environment(variables):
-                server = demo.serve(model, lane, name, ranks, PLUGINS)
-                servers.append(stack.enter_context(server))
+                starting = demo.serve(model, lane, name, ranks, PLUGINS)
+                servers.append(stack.enter_context(starting))
         for server in servers:
             server.wait_until_healthy()
         yield servers

@@ -20,6 +20,7 @@ import checks_collectives as collectives
 import checks_dispatch as dispatch
 import checks_mxfp4 as mxfp4
 import checks_nixl as nixl
+import checks_replicas as replicas
 import torch
 import twins
 import world
@@ -61,6 +62,10 @@ class Check(NamedTuple):
 
 
 SHARED = (("VLLM_MOE_DP_FIX_FP8_DISPATCH", "shared_scale"),)
+REPLICATED = (("VLLM_MOE_DP_FIX_EXPERTS", "replicated"),)
+AUTO = (("VLLM_MOE_DP_FIX_EXPERTS", "auto"),)
+ALONE = "does not come up"
+SHARDED = r"has experts shared among \d ranks"
 ROWS = r"AssertionError: 1 != \d+ \[cuda_communicator"
 WRONG = r"rows: \d+% of the bytes differ"
 GATHERED = "get 2 scales"
@@ -107,6 +112,32 @@ CHECKS = {
     "fp8 per token, shared scale": Check(dispatch.per_token, None, DISPATCH, environ=SHARED),
     "fp8 per block": Check(dispatch.per_block, None, DISPATCH),
     "fp8 deferred": Check(dispatch.deferred, None, DISPATCH),
+    "replicas forked": Check(replicas.forked, "F1d", DISPATCH, SHARDED, 0, environ=REPLICATED),
+    "replicas spawned": Check(replicas.spawned, "F1d", DISPATCH, SHARDED, 0, environ=REPLICATED),
+    "replicas, four engines": Check(
+        replicas.four_engines, "F1d", DISPATCH, SHARDED, 0, environ=REPLICATED
+    ),
+    "replicas, a server for each rank": Check(
+        replicas.server_for_each_rank, "F1d", DISPATCH, ALONE, 0, environ=REPLICATED
+    ),
+    "replicas, a server for each node": Check(
+        replicas.server_for_each_node, "F1d", DISPATCH, SHARDED, 0, environ=REPLICATED
+    ),
+    "replicas, headless node": Check(
+        replicas.headless, "F1d", DISPATCH, SHARDED, 0, environ=REPLICATED
+    ),
+    "replicas offline": Check(replicas.offline, "F1d", DISPATCH, ALONE, 0, environ=REPLICATED),
+    "replicas offline, in process": Check(
+        replicas.offline_in_process, "F1d", DISPATCH, "would wait", 0, environ=REPLICATED
+    ),
+    "replicas on Ray": Check(replicas.ray_actors, "F1d", DISPATCH, SHARDED, 0, environ=REPLICATED),
+    "replicas refused": Check(
+        replicas.refusals, "F1d", DISPATCH, "ties ranks together", 0, environ=REPLICATED
+    ),
+    "replicas by memory": Check(
+        replicas.by_memory, "F1d", DISPATCH, "sharded, though", 0, environ=AUTO
+    ),
+    "replicas not asked for": Check(replicas.without_setting, None, DISPATCH, dp_size=0),
     "wrong rows, uneven": Check(collectives.wrong_rows_uneven, "F2a", GATHER, "group left open"),
     "wrong rows, four ranks": Check(
         collectives.wrong_rows_uneven, "F2a", GATHER, "group left open", 4
@@ -224,6 +255,7 @@ IMPORTS = (
     "vllm.model_executor.layers.fused_moe.prepare_finalize.naive_dp_ep",
     "vllm.model_executor.layers.quantization.mxfp4",
     "vllm.model_executor.models.gpt_oss",
+    "vllm.v1.engine.core_client",
     "vllm.v1.executor.multiproc_executor",
     "vllm_moe_dp_fix.decision",
     "vllm_moe_dp_fix.fixes.moe_dp_all_gather",
@@ -248,6 +280,7 @@ def main(output: Path, names: list[str]) -> None:
     twins.register_fp8_ops()
     twins.install_block_quantizer()
     twins.install_flashinfer()
+    replicas.model_config()
     chosen = [name for name in names or CHECKS if is_in(CHECKS[name], vllm.__version__)]
     without = uncured(chosen)
     healed = cured(chosen)
@@ -258,7 +291,11 @@ def main(output: Path, names: list[str]) -> None:
 
 def uncured(names: list[str]) -> dict[str, list[str]]:
     """Runs checks without the plugin; those that need one rank share it."""
-    one_rank = [name for name in names if CHECKS[name].dp_size * CHECKS[name].tp_size == 1]
+    one_rank = [
+        name
+        for name in names
+        if CHECKS[name].dp_size * CHECKS[name].tp_size == 1 and not CHECKS[name].environ
+    ]
     found = {name: alone(name, []) for name in names if name not in one_rank}
     if one_rank:
         found |= world.run({name: CHECKS[name].run for name in one_rank}, 1, 1, [])

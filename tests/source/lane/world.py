@@ -30,7 +30,7 @@ class Rank:
     Attributes:
         rank, world_size: Over all ranks.
         dp_size, tp_size: Of the parallel state; their product is the world size.
-        config: The ``VllmConfig`` in force.
+        config: The ``VllmConfig`` in force, None in a process that is no rank.
     """
 
     rank: int
@@ -46,6 +46,9 @@ class Rank:
     @contextlib.contextmanager
     def own_communicators(self) -> Iterator[None]:
         """Gives the groups the communicators that vLLM made for them back afterwards."""
+        if self.config is None:
+            yield
+            return
         from vllm.distributed import get_dp_group, get_ep_group
 
         groups = (get_dp_group(), get_ep_group())
@@ -128,6 +131,8 @@ def run(
 ) -> dict[str, list[str]]:
     """Runs checks one after the other on freshly forked ranks, with the given fixes loaded.
 
+    With a ``dp_size`` of 0, in one process that is no rank of anything.
+
     Returns:
         For each check what went wrong, one line a rank that raised; empty where all was right.
         Ranks that only lost their peers are left out where a peer says why. Several ranks end at
@@ -137,7 +142,7 @@ def run(
     pids: list[int] = []
     # The ranks meet in a file: a free port can be taken before they listen on it.
     with tempfile.TemporaryDirectory() as meeting:
-        for rank in range(dp_size * tp_size):
+        for rank in range(max(1, dp_size * tp_size)):
             reader, writer = os.pipe()
             pid = os.fork()
             if pid == 0:
@@ -206,6 +211,9 @@ def _words(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _parallel_state(rank: int, dp_size: int, tp_size: int, meeting: str) -> Iterator[Rank]:
+    if dp_size == 0:
+        yield Rank(rank, 0, dp_size, tp_size, None)
+        return
     from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
