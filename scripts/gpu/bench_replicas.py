@@ -47,8 +47,8 @@ class Load:
 
 
 LOADS: tuple[Load, ...] = (
-    Load("prefill", 900, 1, 16, 256),
-    Load("prefill", 900, 1, 128, 512),
+    Load("prefill", 900, 1, 16, 512),
+    Load("prefill", 900, 1, 128, 1024),
     Load("decode", 16, 128, 8, 64),
     Load("decode", 16, 128, 64, 512),
     Load("decode", 16, 128, 256, 1024),
@@ -177,6 +177,7 @@ def measure(clients: list[Client], servers: list[demo.Server], load: Load) -> di
     seconds = max(result["duration"] for result in found)
     tokens = sum(r["total_input_tokens"] + r["total_output_tokens"] for r in found)
     return {
+        "tokens": tokens,
         "tokens_per_s": tokens / seconds,
         "output_tokens_per_s": sum(r["total_output_tokens"] for r in found) / seconds,
         "median_ttft_ms": max(result["median_ttft_ms"] for result in found),
@@ -220,15 +221,24 @@ def run_client(model: str, index: int) -> None:
 
 
 def show(results: dict[str, list[dict[str, Any]]], loads: Sequence[Load]) -> None:
+    """A row a load, and one over all of them; in tokens a second, prompts included."""
     print("\n| load | concurrency | " + " | ".join(WAYS) + " | / two servers | / sharded |")
     print("|---|---|---|---|---|---|---|")
-    for index, load in enumerate(loads):
-        speeds = [results[way][index]["tokens_per_s"] for way in WAYS if way in results]
-        cells = [f"{load.name} {load.prompt} + {load.answer}", str(load.concurrency)]
-        cells += [f"{speed:,.0f}" for speed in speeds]
-        if len(speeds) == len(WAYS):
-            sharded, replicated, apart = speeds
-            cells += [f"{replicated / apart:.2f}", f"{replicated / sharded:.2f}"]
+    rows = [
+        (f"{x.name} {x.prompt} + {x.answer}", f"{x.concurrency}", [i]) for i, x in enumerate(loads)
+    ]
+    for name, concurrency, members in [*rows, ("all", "", list(range(len(loads))))]:
+        seconds = {w: sum(results[w][i]["seconds"] for i in members) for w in results}
+        tokens = {w: sum(results[w][i]["tokens"] for i in members) for w in results}
+        speeds = {way: tokens[way] / seconds[way] for way in results}
+        cells = [
+            name,
+            concurrency,
+            *(f"{speeds[way]:,.0f}" if way in speeds else "" for way in WAYS),
+        ]
+        for other in ("two servers", "sharded"):
+            is_known = other in speeds and "replicated" in speeds
+            cells.append(f"{speeds['replicated'] / speeds[other]:.2f}" if is_known else "")
         print("| " + " | ".join(cells) + " |")
 
 
@@ -236,7 +246,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--layers", type=int, default=24, help="of 48 in the model (default: 24)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--json", type=Path, help="write to this file, and add to what it has")
     parser.add_argument("--client", nargs=2, metavar=("MODEL", "INDEX"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.client:
@@ -252,6 +262,8 @@ def main() -> int:
         lane = demo.Lane("CUDA", SERVER_FLAGS, lane.environ, {}, "", same_tokens=False)
     clients = [Client(model, index) for index in range(CLIENTS)]
     results: dict[str, list[dict[str, Any]]] = {}
+    if arguments.json and arguments.json.exists():
+        results = json.loads(arguments.json.read_text())
     try:
         for way in arguments.ways:
             print(f"\n{way}", flush=True)
@@ -261,7 +273,8 @@ def main() -> int:
                     measure(clients, servers, load)
                     found = measure(clients, servers, load)
                     results[way].append({**asdict(load), **found})
-                    print(f"    {load}: {found['tokens_per_s']:,.0f} tokens/s", flush=True)
+                    said = f"{load.name} {load.prompt} + {load.answer} at {load.concurrency}"
+                    print(f"    {said}: {found['tokens_per_s']:,.0f} tokens/s", flush=True)
             if arguments.json:
                 arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     except demo.DemoError as error:
