@@ -3,8 +3,9 @@
 """Serves an MoE model with two data-parallel ranks, first without the plugin and then with it.
 
 Needs a vLLM beside it; ``scripts/demo.sh`` brings one. On two CUDA GPUs the model is served with
-``--quantization fp8``; else it is served in FP32 on the CPU. Exits 0 where vLLM failed without the
-plugin and answered every request with it, with the tokens of a single rank.
+``--quantization fp8``; else it is served in FP32 on the CPU. Each rank holds all experts under
+``VLLM_MOE_DP_FIX_EXPERTS=replicated``. Exits 0 where vLLM failed without the plugin and answered
+every request with it, with the tokens of a single rank.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from typing import Any
 
 MODELS = ("qwen3-moe", "gemma4-moe")
 PLUGINS = "moe_dp_dispatch,moe_dp_all_gather"
-PLUGIN_LINE = r"moe_dp_\w+ on vLLM"
+PLUGIN_LINE = r"(moe_dp_\w+ on vLLM|experts: )"
 START_TIMEOUT_S = 420
 ANSWER_TIMEOUT_S = 180
 STOP_TIMEOUT_S = 8
