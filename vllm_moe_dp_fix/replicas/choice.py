@@ -14,7 +14,7 @@ from typing import Any
 from vllm_moe_dp_fix import settings
 from vllm_moe_dp_fix.registry import FIX_IDS
 from vllm_moe_dp_fix.replicas import memory
-from vllm_moe_dp_fix.replicas.engines import is_replicated
+from vllm_moe_dp_fix.replicas.engines import ReplicasRefusedError, is_replicated
 
 logger = logging.getLogger("vllm.moe_dp_fix")
 
@@ -28,10 +28,6 @@ _LOCKSTEP_OPTIONS = {
 }
 # They find their peers by data_parallel_rank and data_parallel_size, which replicas do not have.
 _LOCKSTEP_CONNECTORS = ("MoRIIOConnector",)
-
-
-class ReplicasRefusedError(ValueError):
-    """``VLLM_MOE_DP_FIX_EXPERTS=replicated`` beside something that ties the ranks together."""
 
 
 def is_wanted(vllm_config: Any) -> bool:

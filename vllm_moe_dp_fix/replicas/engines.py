@@ -4,15 +4,23 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from vllm_moe_dp_fix import settings
+from vllm_moe_dp_fix.host import detect
 from vllm_moe_dp_fix.patching import overridden
 
 _MARK = "_moe_dp_fix_replicated"
 
 # vLLM's own, where it was replaced in this process; a forked one inherits that, a spawned one not.
 vllm_run_engine_core: Callable[..., None] | None = None
+
+
+class ReplicasRefusedError(ValueError):
+    """Replicas beside something that ties the ranks together."""
 
 
 def mark(parallel_config: Any) -> None:
@@ -54,20 +62,21 @@ def run_engine_core(*args: Any, dp_rank: int = 0, local_dp_rank: int = 0, **kwar
     """``EngineCoreProc.run_engine_core``, for replicas too.
 
     It is the target of engine processes, and a name that a spawned one can import: such a process
-    has chosen its engine before it loads plugins.
+    has chosen its engine, and met its front end, before it loads plugins.
     """
     from vllm.v1.engine import core
 
     run = vllm_run_engine_core or core.EngineCoreProc.run_engine_core
     parallel_config = kwargs["vllm_config"].parallel_config
-    choice: Any = contextlib.nullcontext()
-    if is_replicated(parallel_config):
-        choice = overridden(core, DPEngineCoreProc=_independent_engine)
-        if parallel_config.data_parallel_external_lb:
-            # A server for each rank: its engine has nothing to learn from rank 0.
-            own = kwargs.pop("client_handshake_address", None)
-            kwargs["handshake_address"] = own or kwargs["handshake_address"]
-    with choice:
+    if not is_replicated(parallel_config):
+        with _greeted_alike(core.EngineCoreProc):
+            run(*args, dp_rank=dp_rank, local_dp_rank=local_dp_rank, **kwargs)
+        return
+    if parallel_config.data_parallel_external_lb:
+        # A server for each rank: its engine has nothing to learn from rank 0.
+        own = kwargs.pop("client_handshake_address", None)
+        kwargs["handshake_address"] = own or kwargs["handshake_address"]
+    with overridden(core, DPEngineCoreProc=_independent_engine):
         run(*args, dp_rank=dp_rank, local_dp_rank=local_dp_rank, **kwargs)
 
 
@@ -79,3 +88,34 @@ def _independent_engine(*args: Any, **kwargs: Any) -> Any:
     index = parallel_config.data_parallel_rank
     make_independent(parallel_config)
     return core.EngineCoreProc(*args, engine_index=index, **kwargs)
+
+
+@contextlib.contextmanager
+def _greeted_alike(engine: Any) -> Iterator[None]:
+    """Lets no engine that steps with others wait for them where rank 0 has replicas.
+
+    To ranks that step together the front end of rank 0 sends where they meet; to replicas nothing.
+    """
+    original = engine.startup_handshake
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def startup_handshake(*args: Any, **kwargs: Any) -> Any:
+        told = signature.bind(*args, **kwargs).arguments.get("parallel_config")
+        if told is None or told.data_parallel_size == 1 or detect().release is None:
+            return original(*args, **kwargs)
+        port, told.data_parallel_master_port = told.data_parallel_master_port, None
+        addresses = original(*args, **kwargs)
+        if told.data_parallel_master_port is None:
+            told.data_parallel_master_port = port
+            raise ReplicasRefusedError(
+                "The experts of this node's ranks are sharded, those of rank 0 replicated. Set "
+                f"{settings.EXPERTS} alike on all nodes; with auto, their devices must be alike."
+            )
+        return addresses
+
+    engine.startup_handshake = staticmethod(startup_handshake)
+    try:
+        yield
+    finally:
+        engine.startup_handshake = staticmethod(original)

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -386,6 +387,57 @@ def headless(rank: Rank) -> None:
         client.shutdown()
 
 
+def nodes_that_disagree(rank: Rank) -> None:
+    """A node that was not told of replicas says so, and does not wait for ranks that never come."""
+    from vllm.v1.engine import core
+
+    port = _free_port()
+    config = vllm_config(data_parallel_size=2, data_parallel_rank=1)
+    reader, writer = os.pipe()
+
+    def engine() -> None:
+        try:
+            core.EngineCoreProc.run_engine_core(
+                dp_rank=1,
+                vllm_config=config,
+                local_client=False,
+                handshake_address=f"tcp://127.0.0.1:{port}",
+                executor_class=Recorder,
+                log_stats=False,
+            )
+        except Exception as error:
+            os.write(writer, str(error).encode())
+
+    with (
+        _front_end_of_replicas(port),
+        limited("an engine that waits for others", _alone_s()),
+        _beside(engine),
+    ):
+        text = os.read(reader, 4096).decode()
+    if "VLLM_MOE_DP_FIX_EXPERTS alike on all nodes" not in text:
+        raise AssertionError(text)
+
+
+@contextlib.contextmanager
+def _front_end_of_replicas(port: int) -> Iterator[None]:
+    """Sends an engine what ``wait_for_engine_startup`` sends one that stands alone."""
+    import msgspec
+    import zmq
+    from vllm.v1.engine.utils import EngineHandshakeMetadata, EngineZmqAddresses
+
+    def greet() -> None:
+        identity, _ = front.recv_multipart()
+        message = EngineHandshakeMetadata(EngineZmqAddresses([], []), {})
+        front.send_multipart((identity, msgspec.msgpack.encode(message)))
+
+    context = zmq.Context()
+    front = context.socket(zmq.ROUTER)
+    front.bind(f"tcp://127.0.0.1:{port}")
+    threading.Thread(target=greet, daemon=True).start()
+    yield
+    context.destroy(linger=0)
+
+
 def offline(rank: Rank) -> None:
     """``LLM`` on rank 1 of VLLM_DP_SIZE=2: it comes up alone, on its own device."""
     with _offline_rank(), started_by("fork"):
@@ -552,10 +604,10 @@ def _beside(run: Callable[[], None]) -> Iterator[None]:
             run()
         finally:
             os._exit(0)
-    yield
-    for process in psutil.Process(pid).children(recursive=True):
+    try:
+        yield
+    finally:
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+            for process in [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]:
+                process.kill()
+        os.waitpid(pid, 0)
