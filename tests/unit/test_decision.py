@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hosting import HOST_SOURCE, HostPackage, fault, probe_double, probe_triple, wrap_minus_one
 
+from vllm_moe_dp_fix import releases
 from vllm_moe_dp_fix.decision import carry_out
 from vllm_moe_dp_fix.host import Host
 from vllm_moe_dp_fix.records import Outcome, Patch, Repair
@@ -257,3 +258,50 @@ def test_undo_reaches_who_imported_ours(host: HostPackage, tmp_path: Path) -> No
         replacement.undo()
     assert importer.triple is module.triple is original
     del sys.modules["importer_c"]
+
+
+KINDS = """
+class Unit:
+    @property
+    def size(self):
+        return 3
+
+    @staticmethod
+    def triple(number):
+        return 3 * number + 1
+"""
+
+
+def test_properties_and_static_methods(
+    host: HostPackage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They stay what they are, in another module as well."""
+    (tmp_path / "kinds.py").write_text(KINDS)
+    for path, signature in (("Unit.size", "self"), ("Unit.triple", "number")):
+        monkeypatch.setitem(releases.SIGNATURES, path, {signature})
+    kinds = importlib.import_module("kinds")
+    before = dict(vars(kinds.Unit))
+
+    def wrap(original: FunctionType, module: ModuleType) -> FunctionType:
+        assert module is kinds
+
+        def less(value: Any) -> Any:
+            return original(value) - 1
+
+        return less  # type: ignore[return-value]
+
+    patches = [Patch((path,), wrap, module="kinds") for path in ("Unit.size", "Unit.triple")]
+    probe = fault("D", lambda _: None if kinds.Unit.triple(2) == 6 else "wrong")
+    verdicts, replacements = carry_out(host.repair(*patches, faults=(probe,)), host.load(), OLD)
+    assert verdicts["D"].outcome is Outcome.APPLIED
+    assert (kinds.Unit().size, kinds.Unit.triple(2), kinds.Unit().triple(2)) == (2, 6, 6)
+    assert [replacement.undo() for replacement in replacements] == [None, None]
+    assert all(vars(kinds.Unit)[name] is before[name] for name in ("size", "triple"))
+    sys.modules.pop("kinds")
+
+
+def test_another_module_that_is_missing(host: HostPackage) -> None:
+    patch = Patch(("triple",), wrap_minus_one, module="no_such_module")
+    verdicts, _ = carry_out(host.repair(patch), host.load(), OLD)
+    assert {v.outcome for v in verdicts.values()} == {Outcome.TARGET_MISSING}
+    assert "no_such_module" in verdicts["D"].reason

@@ -11,6 +11,7 @@ IDS = ("moe_dp_dispatch", "moe_dp_all_gather")
 def test_defaults() -> None:
     assert settings.read(IDS, {}) == settings.Settings()
     assert settings.fp8_dispatch({}) == "quantize_after_gather"
+    assert settings.experts({}) == "sharded"
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,7 @@ def test_strict(value: str, strict: bool) -> None:
         {settings.DISABLE: "moe_dp_dispach"},
         {settings.STRICT: "yes please"},
         {settings.FP8_DISPATCH: "shared-scale"},
+        {settings.EXPERTS: "replicate"},
         {"VLLM_MOE_DP_FIX_DISABEL": "all"},
     ],
 )
@@ -62,3 +64,13 @@ def test_a_misspelt_id_does_not_undo_the_others() -> None:
 def test_fp8_dispatch() -> None:
     assert settings.fp8_dispatch({settings.FP8_DISPATCH: "shared_scale"}) == "shared_scale"
     assert settings.fp8_dispatch({settings.FP8_DISPATCH: "oops"}) == "quantize_after_gather"
+
+
+@pytest.mark.parametrize("choice", ["sharded", "replicated", "auto"])
+def test_experts(choice: str) -> None:
+    assert settings.experts({settings.EXPERTS: f" {choice} "}) == choice
+    assert settings.read(IDS, {settings.EXPERTS: choice}).problems == ()
+
+
+def test_unknown_experts_are_sharded() -> None:
+    assert settings.experts({settings.EXPERTS: "replicate"}) == "sharded"
