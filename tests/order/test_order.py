@@ -32,6 +32,7 @@ CPU = "vllm.distributed.device_communicators.cpu_communicator"
 MXFP4 = "vllm.model_executor.layers.quantization.mxfp4"
 GPT_OSS = "vllm.model_executor.models.gpt_oss"
 EPLB = "vllm.distributed.eplb.eplb_communicator"
+CLIENT = "vllm.v1.engine.core_client"
 lines = []
 class Listener(logging.Handler):
     def emit(self, record):
@@ -48,16 +49,26 @@ def targets():
               mxfp4.Mxfp4Config, mxfp4.Mxfp4MoEMethod, mxfp4, gpt_oss.GptOssModel]
     if hasattr(mxfp4, "GptOssMxfp4MoEMethod"):  # from 0.20.0, as the module of EPLB
         owners += [mxfp4.GptOssMxfp4MoEMethod, importlib.import_module(EPLB).NixlEplbCommunicator]
+    owners.append(importlib.import_module(CLIENT).EngineCoreClient)
+    from vllm.config.vllm import VllmConfig
+    from vllm.v1.engine import coordinator, core, utils
+    owners += [VllmConfig, coordinator.DPCoordinator, core.EngineCoreProc, utils,
+               utils.CoreEngineActorManager]
     names = ("prepare", "_unwrap_scale_and_prepare_for_moe", "all_gatherv", "reduce_scatterv",
              "_reduce_scatterv", "get_quant_method", "select_mxfp4_moe_backend",
              "select_deepseek_v4_mxfp4_moe_backend", "maybe_roundup_sizes", "create_weights",
              "process_weights_after_loading", "_load_weights_mxfp4", "__init__",
              "_init_remote_agents", "_exchange_remote_send_meta", "_ensure_remote_state",
-             "add_recv", "_create_peer_xfer", "_wait_for_all_transfers", "execute")
+             "add_recv", "_create_peer_xfer", "_wait_for_all_transfers", "execute",
+             "make_async_mp_client", "__post_init__", "needs_dp_coordinator", "run_engine_core",
+             "wait_for_engine_startup")
     return {f"{o.__name__}.{n}": vars(o)[n] for o in owners for n in names if n in vars(o)}
 def ours():
     return sorted(n for n, f in targets().items()
-                  if f.__globals__["__name__"].startswith("vllm_moe_dp_fix"))
+                  if function(f).__globals__["__name__"].startswith("vllm_moe_dp_fix"))
+def function(held):
+    '''What a static method or a property holds.'''
+    return getattr(held, "__func__", None) or getattr(held, "fget", None) or held
 def outcomes():
     return {fault: verdict.outcome.value for fault, verdict in verdicts().items()}
 def verdicts():
@@ -118,7 +129,14 @@ def test_import_first_twice_undo_twice_again(release: str) -> None:
     assert found["undone"] == [True, True]
     assert found["again"] == found["names"]
     # One line a module; those of the CUDA communicator and of NIXL are DEBUG on this platform.
-    assert [level for level, _ in found["lines"]] == ["INFO"] * 4
+    assert [level for level, _ in found["lines"]] == ["INFO"] * 5
+
+
+REPLICAS = {
+    *("VllmConfig.__post_init__", "VllmConfig.needs_dp_coordinator", "DPCoordinator.__init__"),
+    *("vllm.v1.engine.utils.wait_for_engine_startup", "CoreEngineActorManager.__init__"),
+    *("EngineCoreProc.run_engine_core", "EngineCoreClient.make_async_mp_client"),
+}
 
 
 def _replaced(release: str) -> set[str]:
@@ -131,6 +149,7 @@ def _replaced(release: str) -> set[str]:
         "_unwrap_scale_and_prepare_for_moe",
         "CudaCommunicator.all_gatherv",
         f"CudaCommunicator.{scatter}",
+        *REPLICAS,
     }
     methods = ["Mxfp4MoEMethod"]
     if release != "0.19.0":
@@ -161,7 +180,7 @@ def test_plugin_first(release: str) -> None:
         release,
         """
         load_general_plugins()
-        early = [m for m in (NAIVE, CUDA, CPU, MXFP4, GPT_OSS, EPLB) if m in sys.modules]
+        early = [m for m in (NAIVE, CUDA, CPU, MXFP4, GPT_OSS, EPLB, CLIENT) if m in sys.modules]
         say(early=early, ours=len(ours()), outcomes=outcomes())
         """,
     )
@@ -206,7 +225,7 @@ def test_vllm_plugins_selects_and_import_by_name_is_rebound(tmp_path: Path) -> N
     )
     assert found["bound"]
     assert found["restored"]
-    assert len(found["selected"]) == 3
+    assert len(found["selected"]) == 3 + len(REPLICAS)
     assert not any(name.startswith(("CudaC", "CpuC")) for name in found["selected"])
 
 
@@ -256,7 +275,7 @@ def test_a_wrapper_put_before_ours_is_chained_and_named() -> None:
     assert found["shape"] == [512]
     assert found["outcomes"]["F1c"] == "applied"
     assert "_unwrap_scale_and_prepare_for_moe was already replaced by __main__" in found["note"]
-    (line,) = (text for _, text in found["lines"] if text.startswith("moe_dp_dispatch"))
+    (line,) = (text for _, text in found["lines"] if "F1c" in text)
     assert found["note"] in line
     assert found["restored"]
 
@@ -325,14 +344,13 @@ def test_a_build_that_is_repaired_already_is_left_alone() -> None:
         "0.26.0",
         """
         from vllm_moe_dp_fix.registry import load
-        modules = {m: importlib.import_module(m) for m in (NAIVE, CUDA, CPU, MXFP4, GPT_OSS, EPLB)}
         from vllm_moe_dp_fix import patching
         for fix in vllm_moe_dp_fix.verdicts():
             for repair in load(fix).repairs:
                 for patch in repair.patches:
-                    if patching.find(patch, modules[repair.module]) is None:
-                        continue
-                    patching.replace(patch, patching.find(patch, modules[repair.module]))
+                    module = importlib.import_module(patch.module or repair.module)
+                    if target := patching.find(patch, module):
+                        patching.replace(patch, target)
         before = targets()
         load_general_plugins()
         say(same=before == targets(), outcomes=outcomes())
@@ -425,3 +443,38 @@ def test_status_where_a_fix_is_disabled() -> None:
     assert dispatch["outcome"] == "switched_off"
     assert {fix["outcome"] for fix in others} == {"applied"}
     assert "VLLM_MOE_DP_FIX_DISABLE" in dispatch["switched_off_by"]
+
+
+@pytest.mark.parametrize("setting", ["sharded", "replicated", "auto"])
+def test_replicas_are_ready_before_there_is_a_configuration(setting: str) -> None:
+    """Where they are asked for, and only then, what they need is imported ahead."""
+    found = run(
+        "0.26.0",
+        """
+        from vllm.engine import arg_utils
+        load_general_plugins()
+        say(is_imported=CLIENT in sys.modules, F1d=outcomes().get("F1d"))
+        """,
+        VLLM_MOE_DP_FIX_EXPERTS=setting,
+    )
+    is_asked_for = setting != "sharded"
+    assert found["is_imported"] is is_asked_for
+    assert found["F1d"] == ("applied" if is_asked_for else None)
+
+
+def test_replicas_that_cannot_be_had_are_an_error_line() -> None:
+    found = run(
+        "0.26.0",
+        """
+        from vllm.engine import arg_utils
+        from vllm.v1.engine import core
+        core.EngineCoreProc.run_engine_core = staticmethod(lambda *args, **kwargs: None)
+        load_general_plugins()
+        say(errors=[text for level, text in lines if level == "ERROR"], ours=ours())
+        """,
+        VLLM_MOE_DP_FIX_EXPERTS="replicated",
+    )
+    (error,) = found["errors"]
+    assert "VLLM_MOE_DP_FIX_EXPERTS has no effect here" in error
+    assert "EngineCoreProc.run_engine_core(args, kwargs)" in error
+    assert not REPLICAS & {*found["ours"]}
