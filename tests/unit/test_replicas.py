@@ -85,7 +85,9 @@ def test_decision(
 ) -> None:
     fits(size)
     monkeypatch.setenv(settings.EXPERTS, setting)
-    assert choice.is_wanted(config_of()) is wanted
+    config = config_of()
+    for _ in range(2):  # decided once
+        assert choice.is_wanted(config) is wanted
     assert len(caplog.messages) == bool(said)
     assert said in "".join(caplog.messages)
 
@@ -163,10 +165,11 @@ def test_further_api_servers_say_nothing(
 
 def test_the_mark_travels() -> None:
     parallel = Parallel(data_parallel_size=2)
-    assert not engines.is_replicated(parallel)
-    engines.mark(parallel)
-    for other in (copy.deepcopy(parallel), pickle.loads(pickle.dumps(parallel))):
-        assert engines.is_replicated(other)
+    assert engines.decision(parallel) is None
+    for replicated in (True, False):
+        engines.mark(parallel, replicated)
+        for other in (copy.deepcopy(parallel), pickle.loads(pickle.dumps(parallel))):
+            assert engines.decision(other) is engines.is_replicated(other) is replicated
 
 
 def test_as_one_rank_also_where_it_raises() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from vllm_moe_dp_fix import settings
 from vllm_moe_dp_fix.registry import FIX_IDS
 from vllm_moe_dp_fix.replicas import memory
-from vllm_moe_dp_fix.replicas.engines import ReplicasRefusedError, is_replicated
+from vllm_moe_dp_fix.replicas.engines import ReplicasRefusedError, decision, mark
 
 logger = logging.getLogger("vllm.moe_dp_fix")
 
@@ -31,40 +31,44 @@ _LOCKSTEP_CONNECTORS = ("MoRIIOConnector",)
 
 
 def is_wanted(vllm_config: Any) -> bool:
-    """Whether the ranks of this configuration shall be replicas; says why in one log line.
+    """Whether the ranks of this configuration shall be replicas; decided once, in one log line.
 
     Raises:
         ReplicasRefusedError: They shall, and something else that was asked for rules it out.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    if is_replicated(parallel):
-        return True
-    if model is None or parallel.data_parallel_size < 2 or not model.is_moe:
-        return False
+    decided = decision(parallel)
+    if decided is None and model and model.is_moe and parallel.data_parallel_size > 1:
+        decided = _decide(vllm_config)
+        mark(parallel, decided)
+    return bool(decided)
+
+
+def _decide(vllm_config: Any) -> bool:
     setting = settings.experts()
     try:
         obstacles = list(find_obstacles(vllm_config))
         if setting == "replicated":
             if obstacles:
                 raise ReplicasRefusedError(_refusal(obstacles))
-            _say(f"{parallel.data_parallel_size} independent replicas, as {settings.EXPERTS} asks")
+            ranks = vllm_config.parallel_config.data_parallel_size
+            _say(f"{ranks} independent replicas, as {settings.EXPERTS} asks")
             return True
         if obstacles:
             if setting == "auto":
                 _say(f"sharded, since {' and '.join(obstacles)}")
             return False
         return _decide_by_memory(vllm_config, setting)
+    except ReplicasRefusedError:
+        raise
     except memory.UnknownSizeError as error:
         if setting == "auto":
             _say(f"sharded, since {error}")
-        return False
-    except ReplicasRefusedError:
-        raise
     except Exception:
         logger.exception("experts: sharded, since nothing else could be decided")
         if settings.read(FIX_IDS).strict:
             raise
-        return False
+    return False
 
 
 def _decide_by_memory(vllm_config: Any, setting: str) -> bool:

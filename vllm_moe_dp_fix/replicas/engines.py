@@ -23,14 +23,18 @@ class ReplicasRefusedError(ValueError):
     """Replicas beside something that ties the ranks together."""
 
 
-def mark(parallel_config: Any) -> None:
-    """Makes the ranks of a configuration independent. Travels with it to other processes."""
-    setattr(parallel_config, _MARK, True)
+def mark(parallel_config: Any, replicated: bool) -> None:
+    """Writes a decision down, which travels with the configuration to other processes."""
+    setattr(parallel_config, _MARK, replicated)
+
+
+def decision(parallel_config: Any) -> bool | None:
+    """Whether the ranks are independent engines with all experts; None where it is not decided."""
+    return getattr(parallel_config, _MARK, None)
 
 
 def is_replicated(parallel_config: Any) -> bool:
-    """Whether the ranks of this configuration are independent engines with all experts."""
-    return getattr(parallel_config, _MARK, False)
+    return decision(parallel_config) is True
 
 
 @contextlib.contextmanager
@@ -102,7 +106,9 @@ def _greeted_alike(engine: Any) -> Iterator[None]:
     @functools.wraps(original)
     def startup_handshake(*args: Any, **kwargs: Any) -> Any:
         told = signature.bind(*args, **kwargs).arguments.get("parallel_config")
-        if told is None or told.data_parallel_size == 1 or detect().release is None:
+        if told is None or told.data_parallel_size == 1 or told.enable_elastic_ep:
+            return original(*args, **kwargs)
+        if detect().release is None:  # who knows what its front end sends
             return original(*args, **kwargs)
         port, told.data_parallel_master_port = told.data_parallel_master_port, None
         addresses = original(*args, **kwargs)

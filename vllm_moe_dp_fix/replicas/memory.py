@@ -132,7 +132,8 @@ def _usable(vllm_config: Any) -> float:
     if current_platform.is_cpu():
         import psutil
 
-        return psutil.virtual_memory().total / vllm_config.parallel_config.data_parallel_size_local
+        ranks = max(1, vllm_config.parallel_config.data_parallel_size_local)
+        return psutil.virtual_memory().total / ranks
     try:
         total = current_platform.get_device_total_memory()
     except Exception as error:

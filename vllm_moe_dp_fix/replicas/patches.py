@@ -29,12 +29,15 @@ def _wrap_post_init(original: FunctionType, module: ModuleType) -> FunctionType:
             original(self)
             return
         parallel = self.parallel_config
-        engines.mark(parallel)
         with engines.as_one_rank(parallel):
             original(self)
         is_offline = parallel.data_parallel_rank_local is not None
-        if is_offline and not envs.VLLM_ENABLE_V1_MULTIPROCESSING:
-            # The engine will run in this very process.
+        if (
+            parallel.data_parallel_size > 1
+            and is_offline
+            and not envs.VLLM_ENABLE_V1_MULTIPROCESSING
+        ):
+            # There may be no engine process; where there is one after all, it will be number 0.
             engines.make_independent(parallel)
             parallel.data_parallel_index = 0
 
@@ -98,7 +101,8 @@ def _wrap_actor_manager(original: FunctionType, module: ModuleType) -> FunctionT
 
 
 def _wrap_run_engine_core(original: FunctionType, module: ModuleType) -> FunctionType:
-    engines.vllm_run_engine_core = original
+    if original is not engines.run_engine_core:
+        engines.vllm_run_engine_core = original
     return engines.run_engine_core  # type: ignore[return-value]
 
 
@@ -129,7 +133,7 @@ def _probe_f1d(module: ModuleType) -> str | None:
     _refers(module.EngineCoreClient.make_async_mp_client, "DPAsyncMPClient", "AsyncMPClient")
 
     parallel = SimpleNamespace(data_parallel_size=2, data_parallel_external_lb=True)
-    engines.mark(parallel)
+    engines.mark(parallel, True)
     model = SimpleNamespace(is_moe=True)
     config = SimpleNamespace(parallel_config=parallel, model_config=model)
     if import_module(VLLM_CONFIG).VllmConfig.needs_dp_coordinator.fget(config):

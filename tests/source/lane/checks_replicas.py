@@ -300,6 +300,20 @@ def without_setting(rank: Rank) -> None:
         client.shutdown()
 
 
+def servers_without_setting(rank: Rank) -> None:
+    """The same with a server for each rank, and for each node."""
+    for ranks, balancing in ((2, "data_parallel_external_lb"), (4, "data_parallel_hybrid_lb")):
+        with _two_servers(ranks, **{balancing: True}) as (found, coordinated):
+            if coordinated != [True]:
+                raise AssertionError("the coordinator has no waves")
+            for index, report in found.items():
+                got = [report[name] for name in ("engine", "dp_size", "world")]
+                if got != ["DPEngineCoreProc", ranks, ranks]:
+                    raise AssertionError(f"engine {index} is {got}")
+            if set(found) != set(range(ranks)):
+                raise AssertionError(f"engines {sorted(found)} came up, not {ranks}")
+
+
 def server_for_each_rank(rank: Rank) -> None:
     """External load balancing: rank 1 needs nothing of rank 0, which is started after it."""
     port = _free_port()
@@ -326,28 +340,37 @@ def server_for_each_rank(rank: Rank) -> None:
 
 def server_for_each_node(rank: Rank) -> None:
     """Hybrid load balancing: two servers, each with the engines of its node; one coordinator."""
-    port = _free_port()
+    with _two_servers(4, data_parallel_hybrid_lb=True) as (found, coordinated):
+        whole(found, {0, 1, 2, 3})
+        if coordinated != [False]:
+            raise AssertionError("there is no coordinator that leaves waves alone")
+
+
+@contextlib.contextmanager
+def _two_servers(
+    ranks: int, **parallel: Any
+) -> Iterator[tuple[dict[int, dict[str, Any]], list[bool]]]:
+    """Each with half of the engines; what they report, and whether coordinators have waves."""
+    port, half = _free_port(), ranks // 2
     configs = [
         vllm_config(
-            data_parallel_size=4,
-            data_parallel_size_local=2,
+            data_parallel_size=ranks,
+            data_parallel_size_local=half,
             data_parallel_rank=first_rank,
-            data_parallel_hybrid_lb=True,
             data_parallel_rpc_port=port,
+            **parallel,
         )
-        for first_rank in (0, 2)
+        for first_rank in (0, half)
     ]
     with (
         started_by("fork"),
         reports() as found,
         waves() as coordinated,
         limited("the servers of two nodes"),
+        _beside(lambda: start(configs[1]).shutdown()),
     ):
-        with _beside(lambda: start(configs[1]).shutdown()):
-            start(configs[0]).shutdown()
-        whole(found(), {0, 1, 2, 3})
-        if coordinated() != [False]:
-            raise AssertionError("there is no coordinator that leaves waves alone")
+        start(configs[0]).shutdown()
+        yield found(), coordinated()
 
 
 def headless(rank: Rank) -> None:

@@ -139,6 +139,9 @@ CHECKS = {
         replicas.by_memory, "F1d", DISPATCH, "sharded, though", 0, environ=AUTO
     ),
     "replicas not asked for": Check(replicas.without_setting, None, DISPATCH, dp_size=0),
+    "replicas not asked for, two servers": Check(
+        replicas.servers_without_setting, None, DISPATCH, dp_size=0
+    ),
     "wrong rows, uneven": Check(collectives.wrong_rows_uneven, "F2a", GATHER, "group left open"),
     "wrong rows, four ranks": Check(
         collectives.wrong_rows_uneven, "F2a", GATHER, "group left open", 4
