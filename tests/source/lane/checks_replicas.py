@@ -138,11 +138,11 @@ def worker_groups(config: Any) -> Iterator[None]:
         init_distributed_environment,
         initialize_model_parallel,
     )
-    from vllm.utils.network_utils import get_distributed_init_method, get_open_port
 
-    method = get_distributed_init_method("127.0.0.1", get_open_port())
+    # With several ranks vLLM takes the address of rank 0 instead.
+    meeting = f"file://{os.environ[REPORTS]}/{os.getpid()}.store"
     with set_current_vllm_config(config):
-        init_distributed_environment(1, 0, method, 0, "gloo")
+        init_distributed_environment(1, 0, meeting, 0, "gloo")
         initialize_model_parallel(1, 1, backend="gloo")
         yield
     destroy_model_parallel()
@@ -291,27 +291,30 @@ def without_setting(rank: Rank) -> None:
         limited("2 engines"),
     ):
         client = start(config)
-        for index, report in found().items():
-            got = [report[name] for name in ("engine", "dp_size", "world", "experts", "index")]
-            if got != ["DPEngineCoreProc", 2, 2, "shared among 2 ranks", index]:
-                raise AssertionError(f"engine {index} is {got}")
-        if coordinated() != [True]:
-            raise AssertionError("the coordinator has no waves")
+        _in_step(found(), 2, coordinated())
         client.shutdown()
 
 
-def servers_without_setting(rank: Rank) -> None:
-    """The same with a server for each rank, and for each node."""
-    for ranks, balancing in ((2, "data_parallel_external_lb"), (4, "data_parallel_hybrid_lb")):
-        with _two_servers(ranks, **{balancing: True}) as (found, coordinated):
-            if coordinated != [True]:
-                raise AssertionError("the coordinator has no waves")
-            for index, report in found.items():
-                got = [report[name] for name in ("engine", "dp_size", "world")]
-                if got != ["DPEngineCoreProc", ranks, ranks]:
-                    raise AssertionError(f"engine {index} is {got}")
-            if set(found) != set(range(ranks)):
-                raise AssertionError(f"engines {sorted(found)} came up, not {ranks}")
+def server_for_each_rank_without_setting(rank: Rank) -> None:
+    with _two_servers(2, data_parallel_external_lb=True) as (found, coordinated):
+        _in_step(found, 2, coordinated)
+
+
+def server_for_each_node_without_setting(rank: Rank) -> None:
+    with _two_servers(4, data_parallel_hybrid_lb=True) as (found, coordinated):
+        _in_step(found, 4, coordinated)
+
+
+def _in_step(found: dict[int, dict[str, Any]], ranks: int, coordinated: list[bool]) -> None:
+    for index, report in found.items():
+        want = ["DPEngineCoreProc", ranks, ranks, f"shared among {ranks} ranks", index]
+        got = [report[name] for name in ("engine", "dp_size", "world", "experts", "index")]
+        if got != want:
+            raise AssertionError(f"engine {index} is {got}")
+    if set(found) != set(range(ranks)):
+        raise AssertionError(f"engines {sorted(found)} came up, not {ranks}")
+    if coordinated != [True]:
+        raise AssertionError("the coordinator has no waves")
 
 
 def server_for_each_rank(rank: Rank) -> None:

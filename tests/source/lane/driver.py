@@ -139,8 +139,11 @@ CHECKS = {
         replicas.by_memory, "F1d", DISPATCH, "sharded, though", 0, environ=AUTO
     ),
     "replicas not asked for": Check(replicas.without_setting, None, DISPATCH, dp_size=0),
-    "replicas not asked for, two servers": Check(
-        replicas.servers_without_setting, None, DISPATCH, dp_size=0
+    "replicas not asked for, a server for each rank": Check(
+        replicas.server_for_each_rank_without_setting, None, DISPATCH, dp_size=0
+    ),
+    "replicas not asked for, a server for each node": Check(
+        replicas.server_for_each_node_without_setting, None, DISPATCH, dp_size=0
     ),
     "wrong rows, uneven": Check(collectives.wrong_rows_uneven, "F2a", GATHER, "group left open"),
     "wrong rows, four ranks": Check(
@@ -314,11 +317,14 @@ def alone(name: str, fixes: list[str]) -> list[str]:
 
 
 def cured(names: list[str]) -> dict[str, list[str]]:
-    """Runs checks with their fix; those that need the same ranks share them while all is right."""
+    """Runs checks with their fix; those that need the same ranks share them while all is right.
+
+    Those that start processes themselves begin in one that has no threads.
+    """
     groups: dict[Any, list[str]] = {}
     for name in names:
         check = CHECKS[name]
-        if check.is_last:
+        if check.is_last or check.dp_size == 0:
             continue
         key = (check.dp_size, check.tp_size, check.fix, check.environ)
         groups.setdefault(key, []).append(name)
