@@ -51,7 +51,7 @@ def _wrap_roundup(original: FunctionType, module: ModuleType) -> FunctionType:
         tp_size, tp_rank = moe_parallel_config.tp_size, moe_parallel_config.tp_rank
         intermediate = intermediate_size_per_partition * tp_size
         shard = ExpertShard(hidden_size, intermediate, tp_size, tp_rank)
-        if shard.stride != intermediate_size_per_partition:
+        if not shard.is_even:
             if self.moe.is_lora_enabled:
                 raise ValueError(
                     f"MXFP4 experts of intermediate size {shard.intermediate} cannot be cut into "
@@ -259,6 +259,11 @@ def _probing(probe: Callable[[ModuleType], str | None]) -> Callable[[ModuleType]
     return judge
 
 
+def _layer_class(module: ModuleType) -> Any:
+    """The layer that holds the expert parameters: RoutedExperts from 0.24.0."""
+    return getattr(module, "RoutedExperts", None) or module.FusedMoE
+
+
 class _TinyLayer:
     """vLLM's own layer class and MXFP4 method, with 8-bit parameters of one rank of ``tp_size``."""
 
@@ -274,7 +279,7 @@ class _TinyLayer:
     ) -> None:
         import torch
 
-        layer_class = getattr(module, "RoutedExperts", None) or module.FusedMoE
+        layer_class = _layer_class(module)
         self.parallel = _Unset(tp_size=tp_size, tp_rank=tp_rank)
         moe = _Unset(
             moe_parallel_config=self.parallel,
@@ -460,8 +465,7 @@ def _probe_f3b(module: ModuleType) -> str | None:
         activation=SimpleNamespace(value="silu"), moe_parallel_config=_Unset(), moe_backend="auto"
     )
     if hasattr(module, _GPT_OSS_METHOD):
-        layer_class = getattr(module, "RoutedExperts", None) or module.FusedMoE
-        layer = object.__new__(layer_class)
+        layer = object.__new__(_layer_class(module))
         layer.__dict__["moe_config"] = config
         names = {name: lambda moe, name=name: name for name in (_METHOD, _GPT_OSS_METHOD)}
         with overridden(module, **names):

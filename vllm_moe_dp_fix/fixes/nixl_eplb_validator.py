@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from types import FunctionType, ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 from vllm_moe_dp_fix.patching import overridden
 from vllm_moe_dp_fix.records import Fault, Fix, Patch, Repair
@@ -146,10 +146,7 @@ def _wrap_init(original: FunctionType, module: ModuleType) -> FunctionType:
             report = _report_in(error)
             if report is None and not setup.has_met and not is_deferred:
                 report = _fail_together(setup, error)
-            _release(self)
-            if report is None:
-                raise
-            raise report from (None if report is error else error)
+            _give_up(self, error, report)
 
     return __init__  # type: ignore[return-value]
 
@@ -194,6 +191,14 @@ def _report_in(error: BaseException) -> Exception | None:
             return cause
         cause = cause.__cause__
     return None
+
+
+def _give_up(communicator: Any, error: Exception, report: Exception | None) -> NoReturn:
+    """Leaves nothing registered, and raises what all ranks say, or else what this one met."""
+    _release(communicator)
+    if report is None or report is error:
+        raise error
+    raise report from error
 
 
 def _release(communicator: Any) -> None:
@@ -303,11 +308,7 @@ def _wrap_deferred(original: FunctionType, module: ModuleType) -> FunctionType:
         try:
             original(self)
         except Exception as error:
-            report = _report_in(error)
-            _release(self)
-            if report is None:
-                raise
-            raise report from (None if report is error else error)
+            _give_up(self, error, _report_in(error))
 
     return _ensure_remote_state  # type: ignore[return-value]
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantizing expert weights to MXFP4 while they load."""
+"""MXFP4 experts: cut into whole blocks, checked as they load, quantized where they are not."""
