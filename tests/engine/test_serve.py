@@ -7,10 +7,10 @@ Runs where a compiled vLLM is installed; ``scripts/engine_lane.sh`` prints the p
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import re
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,37 +31,22 @@ class Served:
     Attributes:
         outcome: Without the plugin, with it and shared experts, and one rank.
         replicated: With the plugin, and all experts on each rank.
-        log: Of the replicated server.
+        log, metrics: Of the replicated server.
         seen: What the workers with shared and with replicated experts saw, one a worker.
     """
 
     outcome: demo.Outcome
     replicated: demo.Case
     log: str
+    metrics: str
     seen: dict[str, list[dict[str, Any]]]
 
 
-def _lacks() -> str | None:
-    """Why nothing can be served in this environment."""
-    for name in ("torch", "transformers", "vllm"):
-        if importlib.util.find_spec(name) is None:
-            return f"{name} is not installed"
-    vllm = importlib.util.find_spec("vllm")
-    folders = list(vllm.submodule_search_locations or ()) if vllm else []
-    if not any(path for folder in folders for path in Path(folder).glob("_C*.so")):
-        return "vLLM is not compiled here, only its source is"
-    try:
-        demo.pick_lane()
-    except demo.DemoError as error:
-        return str(error)
-    return None
-
-
 @pytest.fixture(scope="module", params=demo.MODELS)
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+def served(
+    serves: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Served:
     """The servers are started once a model and module of tests."""
-    if reason := _lacks():
-        pytest.skip(f"{reason}; scripts/engine_lane.sh makes an environment that serves")
     lane = demo.pick_lane()
     model = demo.make_model(request.param, lane)
     folder = tmp_path_factory.mktemp("seen")
@@ -73,12 +58,14 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     ):
         server.wait_until_healthy()
         case = demo.ask_all(server, "DP=2, replicated", stream=False)
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics") as answer:
+            metrics = answer.read().decode()
         log = server.text
     seen = {
         kind: [json.loads(path.read_text()) for path in sorted((folder / kind).glob("*.json"))]
         for kind in ("sharded", "replicated")
     }
-    return Served(outcome, case, log, seen)
+    return Served(outcome, case, log, metrics, seen)
 
 
 @contextlib.contextmanager
@@ -163,3 +150,13 @@ def test_replicas_are_engines_of_their_own(served: Served) -> None:
     engines = set(re.findall(r"\(EngineCore_DP(\d)", served.log))
     assert engines == {"0", "1"}
     assert "wave" not in served.log.lower()
+
+
+def test_replicas_have_metrics_of_their_own(served: Served) -> None:
+    """Each rank was asked for half of the requests."""
+    pattern = r'^vllm:request_success_total\{.*engine="(\d)".*\} ([\d.]+)$'
+    counts = {"0": 0.0, "1": 0.0}
+    for engine, count in re.findall(pattern, served.metrics, re.MULTILINE):
+        counts[engine] += float(count)
+    half = len(demo.REQUESTS) / 2
+    assert counts == {"0": half, "1": half}
