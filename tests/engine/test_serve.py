@@ -152,6 +152,13 @@ def test_replicas_are_engines_of_their_own(served: Served) -> None:
     assert "wave" not in served.log.lower()
 
 
+def test_shared_experts_are_said_to_have_another_choice(served: Served) -> None:
+    said = [line for line in served.outcome.after.plugin if "experts: " in line]
+    assert len(said) == 1
+    assert "experts: sharded over 2 ranks, though a full copy" in said[0]
+    assert "VLLM_MOE_DP_FIX_EXPERTS=replicated" in said[0]
+
+
 def test_replicas_have_metrics_of_their_own(served: Served) -> None:
     """Each rank was asked for half of the requests."""
     pattern = r'^vllm:request_success_total\{.*engine="(\d)".*\} ([\d.]+)$'

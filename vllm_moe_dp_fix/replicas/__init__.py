@@ -21,11 +21,12 @@ logger = logging.getLogger("vllm.moe_dp_fix")
 
 
 def prepare() -> None:
-    """Has vLLM patched before it makes a configuration, where replicas are asked for.
+    """Has vLLM patched before it makes a configuration.
 
-    A process that has imported the engine's arguments is about to make one; others are not.
+    A process that has imported the engine's arguments is about to make one, and will import what is
+    imported here anyway.
     """
-    if settings.experts() == "sharded" or "vllm.engine.arg_utils" not in sys.modules:
+    if "vllm.engine.arg_utils" not in sys.modules:
         return
     try:
         import_module(CORE_CLIENT)
@@ -34,6 +35,7 @@ def prepare() -> None:
     except Exception:
         logger.exception("experts: %s could not be imported", CORE_CLIENT)
     verdict = runtime.verdicts()["moe_dp_dispatch"].get("F1d")
-    if verdict is None or verdict.outcome.value != "applied":
+    is_in_force = verdict is not None and verdict.outcome.value == "applied"
+    if settings.experts() != "sharded" and not is_in_force:
         reason = verdict.reason if verdict else "it could not be judged"
         logger.error("experts: %s has no effect here: %s", settings.EXPERTS, reason)

@@ -21,8 +21,6 @@ ENGINE_UTILS = "vllm.v1.engine.utils"
 
 
 def _wrap_post_init(original: FunctionType, module: ModuleType) -> FunctionType:
-    from vllm import envs
-
     @functools.wraps(original)
     def __post_init__(self: Any) -> None:
         if not choice.is_wanted(self):
@@ -31,15 +29,10 @@ def _wrap_post_init(original: FunctionType, module: ModuleType) -> FunctionType:
         parallel = self.parallel_config
         with engines.as_one_rank(parallel):
             original(self)
-        is_offline = parallel.data_parallel_rank_local is not None
-        if (
-            parallel.data_parallel_size > 1
-            and is_offline
-            and not envs.VLLM_ENABLE_V1_MULTIPROCESSING
-        ):
-            # There may be no engine process; where there is one after all, it will be number 0.
+        if parallel.data_parallel_size > 1 and parallel.data_parallel_rank_local is not None:
+            # Offline each rank has a client of its own, which would wait for waves to end.
             engines.make_independent(parallel)
-            parallel.data_parallel_index = 0
+            parallel.data_parallel_index = 0  # its only engine; the device stays that of the rank
 
     return __post_init__  # type: ignore[return-value]
 

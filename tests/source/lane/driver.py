@@ -114,9 +114,6 @@ CHECKS = {
     "fp8 deferred": Check(dispatch.deferred, None, DISPATCH),
     "replicas forked": Check(replicas.forked, "F1d", DISPATCH, SHARDED, 0, environ=REPLICATED),
     "replicas spawned": Check(replicas.spawned, "F1d", DISPATCH, SHARDED, 0, environ=REPLICATED),
-    "replicas, four engines": Check(
-        replicas.four_engines, "F1d", DISPATCH, SHARDED, 0, environ=REPLICATED
-    ),
     "replicas, a server for each rank": Check(
         replicas.server_for_each_rank, "F1d", DISPATCH, ALONE, 0, environ=REPLICATED
     ),
