@@ -65,6 +65,8 @@ def _decide(vllm_config: Any) -> bool:
         if setting == "auto":
             _say(f"sharded, since {error}")
     except Exception:
+        if setting == "sharded":
+            return False  # there would have been a hint
         logger.exception("experts: sharded, since nothing else could be decided")
         if settings.read(FIX_IDS).strict:
             raise

@@ -100,6 +100,9 @@ def _greeted_alike(engine: Any) -> Iterator[None]:
 
     To ranks that step together the front end of rank 0 sends where they meet; to replicas nothing.
     """
+    if detect().release is None:  # its front end may send something else
+        yield
+        return
     original = engine.startup_handshake
     signature = inspect.signature(original)
 
@@ -107,8 +110,6 @@ def _greeted_alike(engine: Any) -> Iterator[None]:
     def startup_handshake(*args: Any, **kwargs: Any) -> Any:
         told = signature.bind(*args, **kwargs).arguments.get("parallel_config")
         if told is None or told.data_parallel_size == 1 or told.enable_elastic_ep:
-            return original(*args, **kwargs)
-        if detect().release is None:  # who knows what its front end sends
             return original(*args, **kwargs)
         port, told.data_parallel_master_port = told.data_parallel_master_port, None
         addresses = original(*args, **kwargs)

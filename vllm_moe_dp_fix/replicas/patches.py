@@ -53,10 +53,14 @@ def _wrap_coordinator(original: FunctionType, module: ModuleType) -> FunctionTyp
 
     @functools.wraps(original)
     def __init__(
-        self: Any, parallel_config: Any, enable_wave_coordination: bool = True, **options: Any
+        self: Any,
+        parallel_config: Any,
+        enable_wave_coordination: bool = True,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         waves = enable_wave_coordination and not engines.is_replicated(parallel_config)
-        original(self, parallel_config, enable_wave_coordination=waves, **options)
+        original(self, parallel_config, waves, *args, **kwargs)
 
     return __init__  # type: ignore[return-value]
 
