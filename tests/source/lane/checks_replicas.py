@@ -162,12 +162,19 @@ def waves() -> Iterator[Callable[[], list[bool]]]:
         yield seen
 
 
-def serve(method: str) -> None:
+def one_server(rank: Rank) -> None:
     """One front end and two engines."""
     config = vllm_config(data_parallel_size=2, data_parallel_size_local=2)
-    with started_by(method), reports() as found, limited("2 engines"):
+    with (
+        started_by("fork"),
+        reports() as found,
+        waves() as coordinated,
+        limited("2 engines"),
+    ):
         client = start(config)
         whole(found(), {0, 1})
+        if coordinated() != [False]:
+            raise AssertionError("there is no coordinator that leaves waves alone")
         if config.parallel_config.data_parallel_size != 2:
             raise AssertionError("the front end does not know its ranks any more")
         if len(client.core_engines) != 2:
@@ -175,16 +182,19 @@ def serve(method: str) -> None:
         client.shutdown()
 
 
-def forked(rank: Rank) -> None:
-    with waves() as coordinated:
-        serve("fork")
-        if coordinated() != [False]:
-            raise AssertionError("there is no coordinator that leaves waves alone")
-
-
 def spawned(rank: Rank) -> None:
-    """Such processes choose their engine before they load the plugin."""
-    serve("spawn")
+    """Such a process chooses its engine before it loads the plugin."""
+    config = vllm_config(
+        data_parallel_size=2,
+        data_parallel_size_local=1,
+        data_parallel_rank=1,
+        data_parallel_external_lb=True,
+        data_parallel_rpc_port=_free_port(),
+    )
+    with started_by("spawn"), reports() as found, limited("the server of rank 1", _alone_s()):
+        client = start(config)
+        whole(found(), {1})
+        client.shutdown()
 
 
 def without_setting(rank: Rank) -> None:
@@ -372,16 +382,16 @@ def _front_end_of_replicas(port: int) -> Iterator[None]:
 
 def offline(rank: Rank) -> None:
     """``LLM`` on rank 1 of VLLM_DP_SIZE=2: it comes up alone, on its own device."""
-    with _offline_rank(), started_by("fork"):
+    with _offline_rank():
         config = vllm_config()
-        with reports() as found, limited("rank 1", _alone_s()):
-            client = start(config, is_online=False)
-            whole(found(), {0})
-            if found()[0]["local"] != 1:
-                raise AssertionError(f"rank 1 takes device {found()[0]['local']}")
-            if client.dp_engines_running() or client.is_dp:
-                raise AssertionError("the client waits for waves")
-            client.shutdown()
+    with started_by("fork"), reports() as found, limited("rank 1", _alone_s()):
+        client = start(config, is_online=False)
+        whole(found(), {0})
+        if found()[0]["local"] != 1:
+            raise AssertionError(f"rank 1 takes device {found()[0]['local']}")
+        if client.dp_engines_running() or client.is_dp:
+            raise AssertionError("the client waits for waves")
+        client.shutdown()
 
 
 def offline_in_process(rank: Rank) -> None:
@@ -519,7 +529,7 @@ def by_memory(rank: Rank) -> None:
 
 def _alone_s() -> int:
     """How long to wait for a rank that is started alone; without a fix it waits for the others."""
-    return START_TIMEOUT_S if os.environ.get("VLLM_PLUGINS") else 10
+    return START_TIMEOUT_S if os.environ.get("VLLM_PLUGINS") else 6
 
 
 def _free_port() -> int:

@@ -112,8 +112,8 @@ CHECKS = {
     "fp8 per token, shared scale": Check(dispatch.per_token, None, DISPATCH, environ=SHARED),
     "fp8 per block": Check(dispatch.per_block, None, DISPATCH),
     "fp8 deferred": Check(dispatch.deferred, None, DISPATCH),
-    "replicas forked": Check(replicas.forked, "F1d", DISPATCH, SHARDED, 0, environ=REPLICATED),
-    "replicas spawned": Check(replicas.spawned, "F1d", DISPATCH, SHARDED, 0, environ=REPLICATED),
+    "replicas": Check(replicas.one_server, "F1d", DISPATCH, SHARDED, 0, environ=REPLICATED),
+    "replicas spawned": Check(replicas.spawned, "F1d", DISPATCH, ALONE, 0, environ=REPLICATED),
     "replicas, a server for each rank": Check(
         replicas.server_for_each_rank, "F1d", DISPATCH, ALONE, 0, environ=REPLICATED
     ),
