@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -32,7 +33,6 @@ KEPT = (
     *("median_ttft_ms", "median_tpot_ms"),
 )
 VOCABULARY = 32_000
-PLUGINS = "moe_dp_dispatch,moe_dp_all_gather"
 
 
 @dataclass(frozen=True)
@@ -113,23 +113,12 @@ def served(model: Path, lane: demo.Lane, way: str) -> Iterator[list[demo.Server]
             names, visible, ranks = [way], [{"VLLM_MOE_DP_FIX_EXPERTS": way}], 2
         servers = []
         for name, variables in zip(names, visible, strict=True):
-            with environment(variables):
-                starting = demo.serve(model, lane, name, ranks, PLUGINS)
+            with mock.patch.dict(os.environ, variables):
+                starting = demo.serve(model, lane, name, ranks, demo.PLUGINS)
                 servers.append(stack.enter_context(starting))
         for server in servers:
             server.wait_until_healthy()
         yield servers
-
-
-@contextlib.contextmanager
-def environment(variables: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    yield
-    for name, value in before.items():
-        os.environ.pop(name)
-        if value is not None:
-            os.environ[name] = value
 
 
 # --- clients --------------------------------------------------------------------------------

@@ -162,8 +162,9 @@ def waves() -> Iterator[Callable[[], list[bool]]]:
         yield seen
 
 
-def one_server(rank: Rank) -> None:
-    """One front end and two engines."""
+@contextlib.contextmanager
+def _one_server() -> Iterator[tuple[Any, dict[int, dict[str, Any]], list[bool]]]:
+    """One front end and two engines: its client, their reports, and whether there are waves."""
     config = vllm_config(data_parallel_size=2, data_parallel_size_local=2)
     with (
         started_by("fork"),
@@ -172,14 +173,19 @@ def one_server(rank: Rank) -> None:
         limited("2 engines"),
     ):
         client = start(config)
-        whole(found(), {0, 1})
-        if coordinated() != [False]:
+        yield client, found(), coordinated()
+        client.shutdown()
+
+
+def one_server(rank: Rank) -> None:
+    with _one_server() as (client, found, coordinated):
+        whole(found, {0, 1})
+        if coordinated != [False]:
             raise AssertionError("there is no coordinator that leaves waves alone")
-        if config.parallel_config.data_parallel_size != 2:
+        if client.vllm_config.parallel_config.data_parallel_size != 2:
             raise AssertionError("the front end does not know its ranks any more")
         if len(client.core_engines) != 2:
             raise AssertionError(f"the front end talks to {len(client.core_engines)} engines")
-        client.shutdown()
 
 
 def spawned(rank: Rank) -> None:
@@ -199,16 +205,8 @@ def spawned(rank: Rank) -> None:
 
 def without_setting(rank: Rank) -> None:
     """Nobody asks for replicas: vLLM's own engines, in step, with shared experts."""
-    config = vllm_config(data_parallel_size=2, data_parallel_size_local=2)
-    with (
-        started_by("fork"),
-        reports() as found,
-        waves() as coordinated,
-        limited("2 engines"),
-    ):
-        client = start(config)
-        _in_step(found(), 2, coordinated())
-        client.shutdown()
+    with _one_server() as (_, found, coordinated):
+        _in_step(found, 2, coordinated)
 
 
 def server_for_each_rank_without_setting(rank: Rank) -> None:

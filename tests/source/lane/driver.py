@@ -295,11 +295,7 @@ def main(output: Path, names: list[str]) -> None:
 
 def uncured(names: list[str]) -> dict[str, list[str]]:
     """Runs checks without the plugin; those that need one rank share it."""
-    one_rank = [
-        name
-        for name in names
-        if CHECKS[name].dp_size * CHECKS[name].tp_size == 1 and not CHECKS[name].environ
-    ]
+    one_rank = [name for name in names if CHECKS[name].dp_size * CHECKS[name].tp_size == 1]
     found = {name: alone(name, []) for name in names if name not in one_rank}
     if one_rank:
         found |= world.run({name: CHECKS[name].run for name in one_rank}, 1, 1, [])
