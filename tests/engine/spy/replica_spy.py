@@ -84,6 +84,9 @@ def _group_name(found: Any) -> str:
 
 
 def _write() -> None:
+    """In one step: a process that is killed as it writes leaves the file whole, as it was."""
     path = Path(os.environ["REPLICA_SPY"], f"{os.getpid()}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"shapes": shapes, "calls": calls}))
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps({"shapes": shapes, "calls": calls}))
+    draft.replace(path)
