@@ -90,7 +90,7 @@ CUDA = Lane(
 def make_model(kind: str, lane: Lane) -> Path:
     """Writes a small checkpoint with random weights, once for every state of this function."""
     size = lane.size
-    recipe = inspect.getsource(make_model) + inspect.getsource(_make_tokenizer) + repr(size)
+    recipe = inspect.getsource(make_model) + inspect.getsource(make_tokenizer) + repr(size)
     folder = CACHE / f"{kind}-{size['hidden']}-{sha256(recipe.encode()).hexdigest()[:8]}"
     if (folder / "done").exists():
         return folder
@@ -139,12 +139,12 @@ def make_model(kind: str, lane: Lane) -> Path:
             # Layers that outweigh the embeddings, which the head is tied to; else it only echoes.
             torch.nn.init.constant_(parameter, 16.0)
     model.save_pretrained(folder)
-    _make_tokenizer(shared["vocab_size"]).save_pretrained(folder)
+    make_tokenizer(shared["vocab_size"]).save_pretrained(folder)
     (folder / "done").touch()
     return folder
 
 
-def _make_tokenizer(vocab_size: int) -> Any:
+def make_tokenizer(vocab_size: int) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -207,9 +207,7 @@ class Server:
 @contextlib.contextmanager
 def serve(model: Path, lane: Lane, name: str, ranks: int, plugins: str) -> Iterator[Server]:
     """Starts a server, and ends it with all its processes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     CACHE.mkdir(parents=True, exist_ok=True)
     log = CACHE / f"{model.name}-{name}.log"
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
@@ -231,6 +229,12 @@ def serve(model: Path, lane: Lane, name: str, ranks: int, plugins: str) -> Itera
         yield Server(port, ranks, log, process)
     finally:
         _stop(process)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -94,7 +94,7 @@ def make_model(layers: int) -> Path:
         "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"},
     }
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    demo._make_tokenizer(VOCABULARY).save_pretrained(folder)
+    demo.make_tokenizer(VOCABULARY).save_pretrained(folder)
     return folder
 
 

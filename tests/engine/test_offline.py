@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -49,9 +48,7 @@ def _start(model: Path, lengths: tuple[int, ...], output: Path, **environ: str) 
 def test_offline_ranks_are_independent(serves: None, multiprocessing: str) -> None:
     """Unequal numbers of prompts, and the tokens of one ``LLM`` that answers all of them."""
     model = demo.make_model("qwen3-moe", demo.pick_lane())
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = demo.free_port()
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("rank-0", "rank-1", "alone")]
         runs = [

@@ -17,8 +17,6 @@ import numpy as np
 import pytest
 import torch
 import triton
-import triton.language as tl
-from triton.runtime import interpreter
 
 from scripts.gpu.bench_mxfp4_quantize import ENTRY, load_downcast
 from vllm_moe_dp_fix.mxfp4 import triton_kernel
@@ -41,19 +39,8 @@ def path(request: pytest.FixtureRequest) -> Quantize:
 
 
 @pytest.fixture
-def downcast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """The installed vLLM's function, taken from its source: vLLM for CPU disables Triton.
-
-    The interpreter of Triton 3.9 widens subnormal bfloat16 to other values. That is made right.
-    """
-
-    def convert(given: Any, source: Any, target: Any, rounding: Any) -> Any:
-        if (source, target) == (tl.bfloat16, tl.float32):
-            return given.view(np.uint16).astype(np.uint32) << 16
-        return original(given, source, target, rounding)
-
-    original = interpreter._convert_float
-    monkeypatch.setattr(interpreter, "_convert_float", convert)
+def downcast(tmp_path: Path, exact_conversions: None) -> Callable[..., Any]:
+    """The installed vLLM's function, taken from its source: vLLM for CPU disables Triton."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None
     assert spec.origin is not None

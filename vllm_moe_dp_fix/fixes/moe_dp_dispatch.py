@@ -108,7 +108,9 @@ def _one_scale_dispatch(
     """Makes the dispatch of a scheme with one scale, with the strategy that is set."""
     import torch
 
-    share_scale = settings.fp8_dispatch() == "shared_scale"
+    from vllm_moe_dp_fix.fp8 import shared_scale
+
+    shares_scale = settings.fp8_dispatch() == "shared_scale"
 
     def quantize(rows: Tensor, scale: Tensor | None, config: Any) -> tuple[Tensor, Tensor | None]:
         if rows.shape[0] == 0 and scale is not None and config.use_fp8_w8a8:
@@ -117,25 +119,28 @@ def _one_scale_dispatch(
             rows, scale, config.quant_dtype, config.per_act_token_quant, config.block_shape
         )
 
-    def shared_scale(rows: Tensor, config: Any, is_sequence_parallel: bool) -> Tensor:
-        """The scale of the concatenation: the largest of the ranks' scales."""
+    def quantize_alike(rows: Tensor, config: Any, group: Any) -> tuple[Tensor, Tensor | None]:
+        """With the scale of the concatenation, told from the largest values of each rank."""
+        if shared_scale.has_kernel(rows, config.quant_dtype):
+            maxima = _all_reduce_max(shared_scale.local_maxima(rows), group)
+            return shared_scale.quantize(rows, maxima)
         if rows.shape[0] > 0:
             scale = quantize(rows, None, config)[1]
         else:
             scale = rows.new_zeros(1, dtype=torch.float32)
-        return _all_reduce_max(scale, _gather_group(module, is_sequence_parallel))
+        return quantize(rows, _all_reduce_max(scale, group), config)
 
     def dispatch(
         gather: Gather, a1: Tensor, config: Any, is_sequence_parallel: bool
     ) -> tuple[Any, ...]:
-        scale = config.a1_scale
-        if scale is None and share_scale:
-            scale = shared_scale(a1, config, is_sequence_parallel)
-        if scale is None:
+        if config.a1_scale is not None:
+            a1, scale = quantize(a1, config.a1_scale, config)
+        elif shares_scale:
+            a1, scale = quantize_alike(a1, config, _gather_group(module, is_sequence_parallel))
+        else:
             rows, _, *rest = gather(a1)
             return (*quantize(rows, None, config), *rest)
-        rows, scale = quantize(a1, scale, config)
-        rows, _, *rest = gather(rows)
+        rows, _, *rest = gather(a1)
         return (rows, scale, *rest)
 
     return dispatch
