@@ -17,7 +17,6 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +24,8 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from scripts.gpu.ranks import RANKS, capture, spawn, step
+from scripts.gpu import machine
+from scripts.gpu.ranks import capture, spawn, step
 
 HIDDEN = (2048, 2816, 4096, 7168)
 TOKENS = (1, 16, 64, 256, 1024, 4096, 8192, 16384)
@@ -60,28 +60,13 @@ def main() -> int:
     if arguments.read:
         report = json.loads(arguments.read.read_text())
     else:
-        report = {**_environment(), "cases": _measure(arguments.hidden, arguments.tokens)}
+        report = {**machine.describe(), "cases": _measure(arguments.hidden, arguments.tokens)}
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     show(report)
     if arguments.plot:
         plot(report, arguments.plot)
     return 0
-
-
-def _environment() -> dict[str, Any]:
-    import torch
-    import triton
-    import vllm
-
-    return {
-        "date": date.today().isoformat(),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "vllm": vllm.__version__,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-    }
 
 
 # --- measuring ------------------------------------------------------------------------------
@@ -265,7 +250,7 @@ def _times(contenders: dict[str, Callable[[], Any]], case: Case) -> dict[str, li
 
 def show(report: dict[str, Any]) -> None:
     """The strategies, what they are made of, and the gathers of unequal numbers of rows."""
-    print("; ".join(f"{key} {value}" for key, value in report.items() if key != "cases"))
+    print(machine.words(report))
     for names in ((AFTER, SHARED, BOUND), PARTS, GATHERS):
         ratios = {f"/ {other}": (SHARED, other) for other in (AFTER, BOUND) if SHARED in names}
         print(f"\n| hidden | tokens | | {' | '.join([*names, *ratios])} |")
@@ -307,14 +292,15 @@ def plot(report: dict[str, Any], path: Path) -> None:
         below.axhline(1.0, color="grey", linewidth=0.8)
         above.set_title(f"hidden {width}")
         above.set_yscale("log")
-        below.set_xscale("log", base=2)
+        below.set_xscale("log")
+        below.set_xticks(tokens, [f"{count:,}" for count in tokens], rotation=60)
+        below.minorticks_off()
         below.set_xlabel("tokens a rank")
     axes[0, 0].set_ylabel("µs")
     axes[1, 0].set_ylabel("ratio")
     for row in axes:
         row[0].legend(fontsize=8)
-    gpus = f"{RANKS} x {report['gpus'][0]}" if report["gpus"] else "no GPU"
-    figure.suptitle(f"FP8 dispatch, {gpus}, vLLM {report['vllm']}, {report['date']}")
+    figure.suptitle(f"FP8 dispatch, {machine.words(report)}")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Serves one MoE model on two GPUs in three ways, and measures each over HTTP.
+"""Serves one MoE model on two GPUs in several ways, and measures each over HTTP.
 
-Sharded experts, independent replicas behind one endpoint, and two servers of one GPU each get the
-same requests from the same two ``vllm bench serve``. Every phase runs twice; the second counts.
-Needs vLLM for CUDA beside the plugin, two GPUs, and no checkpoint: the weights are random.
+Sharded experts with either dispatch of FP8 rows, independent replicas behind one endpoint, and two
+servers of one GPU each get the same requests from the same two ``vllm bench serve``. Every phase
+runs twice; the second counts. Needs vLLM for CUDA beside the plugin, two GPUs, and no checkpoint:
+the weights are random.
 """
 
 from __future__ import annotations
@@ -25,8 +26,16 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from scripts import demo  # noqa: E402
+from scripts.gpu import machine  # noqa: E402
 
-WAYS = ("sharded", "replicated", "two servers")
+# The settings of each; the two servers know of no ranks.
+WAYS: dict[str, dict[str, str]] = {
+    "sharded": {"VLLM_MOE_DP_FIX_FP8_DISPATCH": "quantize_after_gather"},
+    "shared scale": {"VLLM_MOE_DP_FIX_FP8_DISPATCH": "shared_scale"},
+    "replicated": {"VLLM_MOE_DP_FIX_EXPERTS": "replicated"},
+    "two servers": {},
+}
+RATIOS = (("shared scale", "sharded"), ("replicated", "sharded"), ("replicated", "two servers"))
 CLIENTS = 2
 KEPT = (
     *("duration", "completed", "total_input_tokens", "total_output_tokens"),
@@ -110,7 +119,7 @@ def served(model: Path, lane: demo.Lane, way: str) -> Iterator[list[demo.Server]
             visible = [{"CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in range(2)]
             ranks = 1
         else:
-            names, visible, ranks = [way], [{"VLLM_MOE_DP_FIX_EXPERTS": way}], 2
+            names, visible, ranks = [way.replace(" ", "-")], [WAYS[way]], 2
         servers = []
         for name, variables in zip(names, visible, strict=True):
             with mock.patch.dict(os.environ, variables):
@@ -206,74 +215,116 @@ def run_client(model: str, index: int) -> None:
         print("RESULT" + json.dumps({name: result[name] for name in KEPT}), flush=True)
 
 
-# --- table ----------------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------
 
 
-def show(results: dict[str, list[dict[str, Any]]], loads: Sequence[Load]) -> None:
-    """A row a load, and one over all of them; in tokens a second, prompts included."""
-    print("\n| load | concurrency | " + " | ".join(WAYS) + " | / two servers | / sharded |")
-    print("|---|---|---|---|---|---|---|")
-    rows = [
-        (f"{x.name} {x.prompt} + {x.answer}", f"{x.concurrency}", [i]) for i, x in enumerate(loads)
-    ]
-    for name, concurrency, members in [*rows, ("all", "", list(range(len(loads))))]:
-        seconds = {w: sum(results[w][i]["seconds"] for i in members) for w in results}
-        tokens = {w: sum(results[w][i]["tokens"] for i in members) for w in results}
-        speeds = {way: tokens[way] / seconds[way] for way in results}
-        cells = [
-            name,
-            concurrency,
-            *(f"{speeds[way]:,.0f}" if way in speeds else "" for way in WAYS),
-        ]
-        for other in ("two servers", "sharded"):
-            is_known = other in speeds and "replicated" in speeds
-            cells.append(f"{speeds['replicated'] / speeds[other]:.2f}" if is_known else "")
-        print("| " + " | ".join(cells) + " |")
+def speeds(report: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Load -> way -> tokens a second, prompts included; the last load is all of them."""
+    found: dict[str, dict[str, float]] = {}
+    for way, results in report["ways"].items():
+        for x in results:
+            name = f"{x['name']} {x['prompt']} + {x['answer']} | {x['concurrency']}"
+            found.setdefault(name, {})[way] = x["tokens_per_s"]
+    tokens, seconds = (
+        {way: sum(x[key] for x in results) for way, results in report["ways"].items()}
+        for key in ("tokens", "seconds")
+    )
+    return {**found, "all |": {way: tokens[way] / seconds[way] for way in tokens}}
+
+
+def show(report: dict[str, Any]) -> None:
+    """A row a load."""
+    print(f"\n{machine.words(report)}\n")
+    ways = [way for way in WAYS if way in report["ways"]]
+    ratios = [(one, other) for one, other in RATIOS if one in ways and other in ways]
+    heads = [*ways, *(f"{one} / {other}" for one, other in ratios)]
+    print(f"| load | concurrency | {' | '.join(heads)} |")
+    print("|---" * (2 + len(heads)) + "|")
+    for load, speed in speeds(report).items():
+        cells = [f"{speed[way]:,.0f}" for way in ways]
+        cells += [f"{speed[one] / speed[other]:.2f}" for one, other in ratios]
+        print(f"| {load} | {' | '.join(cells)} |")
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """Each load's speeds, over that of sharded experts."""
+    from matplotlib import pyplot
+
+    ways = [way for way in WAYS if way in report["ways"]]
+    found = speeds(report)
+    figure, axes = pyplot.subplots(figsize=(11, 4.5))
+    width = 0.8 / len(ways)
+    labels = [load.removesuffix(" |").replace(" |", "\nat") for load in found]
+    for index, way in enumerate(ways):
+        places = [row + width * (index - (len(ways) - 1) / 2) for row in range(len(found))]
+        heights = [speed[way] / speed[ways[0]] for speed in found.values()]
+        axes.bar(places, heights, width, label=way)
+    axes.set_xticks(range(len(found)), labels, fontsize=8)
+    axes.set_ylabel(f"tokens/s over {ways[0]}")
+    axes.axhline(1.0, color="grey", linewidth=0.8)
+    axes.legend()
+    axes.set_title(
+        f"{report['layers']} layers of Qwen3-30B-A3B's shape, FP8; {machine.words(report)}"
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--layers", type=int, default=24, help="of 48 in the model (default: 24)")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
     parser.add_argument("--json", type=Path, help="write to this file, and add to what it has")
+    parser.add_argument("--plot", type=Path, help="draw into this file (needs matplotlib)")
+    parser.add_argument("--read", type=Path, help="show the results in this file, measure nothing")
     parser.add_argument("--client", nargs=2, metavar=("MODEL", "INDEX"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.client:
         run_client(arguments.client[0], int(arguments.client[1]))
         return 0
+    try:
+        if arguments.read:
+            report = json.loads(arguments.read.read_text())
+        else:
+            report = measure_all(arguments.ways, arguments.layers, arguments.json)
+    except demo.DemoError as error:
+        print(f"FAILED: {error}")
+        return 1
+    show(report)
+    if arguments.plot:
+        plot(report, arguments.plot)
+    return 0
 
+
+def measure_all(ways: Sequence[str], layers: int, path: Path | None) -> dict[str, Any]:
+    """All loads in these ways, beside what the file has."""
     lane = demo.pick_lane()
     if lane is demo.CPU:
         print("on the CPU this shows that it runs, and nothing else")
         model, loads = demo.make_model("qwen3-moe", lane), TINY
     else:
-        model, loads = make_model(arguments.layers), LOADS
+        model, loads = make_model(layers), LOADS
         lane = demo.Lane("CUDA", SERVER_FLAGS, lane.environ, {}, "", same_tokens=False)
+    known = json.loads(path.read_text())["ways"] if path and path.exists() else {}
+    report: dict[str, Any] = {**machine.describe(), "layers": layers, "ways": known}
     clients = [Client(model, index) for index in range(CLIENTS)]
-    results: dict[str, list[dict[str, Any]]] = {}
-    if arguments.json and arguments.json.exists():
-        results = json.loads(arguments.json.read_text())
     try:
-        for way in arguments.ways:
+        for way in ways:
             print(f"\n{way}", flush=True)
+            report["ways"][way] = []
             with served(model, lane, way) as servers:
-                results[way] = []
                 for load in loads:
                     measure(clients, servers, load)
                     found = measure(clients, servers, load)
-                    results[way].append({**asdict(load), **found})
+                    report["ways"][way].append({**asdict(load), **found})
                     said = f"{load.name} {load.prompt} + {load.answer} at {load.concurrency}"
                     print(f"    {said}: {found['tokens_per_s']:,.0f} tokens/s", flush=True)
-            if arguments.json:
-                arguments.json.write_text(json.dumps(results, indent=1) + "\n")
-    except demo.DemoError as error:
-        print(f"FAILED: {error}")
-        return 1
+            if path:
+                path.write_text(json.dumps(report, indent=1) + "\n")
     finally:
         for client in clients:
             client.process.kill()
-    show(results, loads)
-    return 0
+    return report
 
 
 if __name__ == "__main__":
