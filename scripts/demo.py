@@ -190,15 +190,17 @@ class Server:
     def lines(self, pattern: str) -> list[str]:
         return [line.strip() for line in self.text.splitlines() if re.search(pattern, line)]
 
-    def wait_until_healthy(self) -> None:
-        print("    starting, a minute or two ...", end="", flush=True)
+    def wait_until_healthy(self, quiet: bool = False) -> None:
+        if not quiet:
+            print("    starting, a minute or two ...", end="", flush=True)
         began = time.monotonic()
         while time.monotonic() < began + START_TIMEOUT_S:
             if self.process.poll() is not None:
                 raise DemoError(f"vllm serve ended at its start; {self.tail}")
             with contextlib.suppress(OSError):
                 urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
-                print(f" healthy after {time.monotonic() - began:.0f} s", flush=True)
+                if not quiet:
+                    print(f" healthy after {time.monotonic() - began:.0f} s", flush=True)
                 return
             time.sleep(0.5)
         raise DemoError(f"vllm serve was not healthy after {START_TIMEOUT_S} s; {self.tail}")
@@ -403,7 +405,7 @@ def demonstrate(model: Path, lane: Lane) -> Outcome:
             if lane is CUDA:  # memory that another server frees disturbs vLLM's profiling
                 alone.wait_until_healthy()
             before = ask_all(server, "DP=2 without the plugin", stream=False)
-            before.said = _last_error(server, lane)
+            before.said = last_error(server, lane)
         print(f"    {before.errors[0] if before.errors else 'every request was answered'}")
         print(f"    vLLM says: {before.said or 'nothing of the fault'}", flush=True)
 
@@ -427,7 +429,7 @@ def _title(text: str) -> None:
     print(f"\n{text}", flush=True)
 
 
-def _last_error(server: Server, lane: Lane) -> str:
+def last_error(server: Server, lane: Lane) -> str:
     """vLLM's error, and the function that raised it."""
     found = [re.sub(r".*?(?=\w+Error)", "", x, count=1) for x in server.lines(f"{lane.fault}$")]
     places = server.lines(r'File ".*", line \d+, in (all_gatherv|reduce_scatterv|dispatch)')

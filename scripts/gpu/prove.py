@@ -1,0 +1,443 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Shows every fault on two GPUs without the plugin, and the repair with it.
+
+Each case runs twice, without any plugin and with all fixes. It is proven where the first run fails
+or is wrong and the second is right. Engines are judged by the logprobs of their prompts' tokens:
+their distance to BF16 on one rank, beside the one that quantization has there by itself. Several
+cases run at once; the models are small and random. On a CPU build of vLLM the parts that it can
+run show that this script does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from scripts import demo
+from scripts.gpu import checkpoints, machine, offline
+
+PARTS = ("serve", "offline", "schemes", "replicas", "nixl", "bits")
+CPU_PARTS = ("serve", "offline", "replicas")
+PLUGINS = "moe_dp_dispatch,moe_dp_all_gather,mxfp4_weight_loader,nixl_eplb_validator"
+AT_ONCE = 6
+SCRIPT_TIMEOUT_S = 200
+MARK = "FOUND "
+
+# A distance to BF16 is right up to that of one rank, some more, and what rounding alone makes.
+MORE, ROUNDING = 1.5, 0.02
+# Offline, the same rows share a scale on two ranks and on one: far closer to each other.
+AS_ONE_RANK = 0.25
+
+GRAPH_SIZES = [1, 2, 4, 8, 16, 32, 64]
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {"enforce_eager": True},
+    "CUDA graphs": {"compilation_config": {"cudagraph_capture_sizes": GRAPH_SIZES}},
+}
+# No profiling, which the other engines on the GPU would disturb.
+MEMORY = {"kv_cache_memory_bytes": 1 << 28, "gpu_memory_utilization": 0.1}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a case showed, without or with the plugin."""
+
+    right: bool
+    said: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """``run`` takes the plugins to load, and finds something for each of ``names``."""
+
+    part: str
+    names: tuple[str, ...]
+    run: Callable[[str], Sequence[Finding]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--json", type=Path, help="write to this file, and add to what it has")
+    parser.add_argument("--nixl", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.nixl:
+        return _nixl_main(arguments.nixl)
+    if unknown := set(arguments.parts) - set(PARTS):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}")
+
+    os.environ["VLLM_DISABLE_COMPILE_CACHE"] = "1"  # two engines at once would write one entry
+    on_cpu = demo.pick_lane() is demo.CPU
+    parts = [part for part in arguments.parts or PARTS if not on_cpu or part in CPU_PARTS]
+    report: dict[str, Any] = {**machine.describe(), "cases": []}
+    if arguments.json and arguments.json.exists():
+        known = json.loads(arguments.json.read_text())["cases"]
+        report["cases"] = [case for case in known if case["part"] not in parts]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for case in _prove(_cases(parts, References(pool), on_cpu), pool):
+            report["cases"].append(case)
+            _show(case)
+            if arguments.json:
+                arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    proven = sum(case["proven"] for case in report["cases"])
+    print(f"\n{machine.words(report)}: {proven} of {len(report['cases'])} cases proven")
+    return 0 if report["cases"] and proven == len(report["cases"]) else 1
+
+
+def _prove(cases: Sequence[Case], pool: ThreadPoolExecutor) -> Iterator[dict[str, Any]]:
+    running = [
+        (case, [pool.submit(_run, case, plugins) for plugins in ("", PLUGINS)]) for case in cases
+    ]
+    for case, (without, with_) in running:
+        for name, before, after in zip(case.names, without.result(), with_.result(), strict=True):
+            yield {
+                "part": case.part,
+                "case": name,
+                "proven": after.right and not before.right,
+                "without": asdict(before),
+                "with": asdict(after),
+            }
+
+
+def _run(case: Case, plugins: str) -> Sequence[Finding]:
+    try:
+        return case.run(plugins)
+    except Exception as failure:
+        said = f"{type(failure).__name__}: {str(failure)[:300]}"
+        return [Finding(False, said)] * len(case.names)
+
+
+def _show(case: dict[str, Any]) -> None:
+    print(f"\n{'proven' if case['proven'] else 'NOT PROVEN'}: {case['part']}, {case['case']}")
+    for run in ("without", "with"):
+        finding = case[run]
+        print(
+            f"  {run:8} {'right' if finding['right'] else 'wrong'}: {finding['said']}", flush=True
+        )
+
+
+# --- what is right --------------------------------------------------------------------------
+
+
+class References:
+    """One rank in BF16, and with a quantization that it can do right; each is run once."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+        self._runs: dict[tuple[Any, ...], Any] = {}
+
+    def start(self, model: Path, quantization: str | None = None, plugins: str = "") -> None:
+        key = (model, quantization)
+        if key not in self._runs:
+            gpu = {"CUDA_VISIBLE_DEVICES": str(len(self._runs) % 2)}
+            name = f"reference-{quantization}"
+            options = _options(quantization, "eager")
+            run = partial(offline.generate, model, 1, plugins, name, environ=gpu, **options)
+            self._runs[key] = self._pool.submit(run)
+
+    def get(self, model: Path, quantization: str | None = None) -> offline.Run:
+        run: offline.Run = self._runs[model, quantization].result()
+        if run.errors:
+            raise RuntimeError(f"one rank failed: {run.errors[0]}")
+        return run
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Compares logprobs with those of one rank.
+
+    Attributes:
+        plain: The model in BF16, of which the quantized one is made.
+        model, quantization: What is run.
+    """
+
+    references: References
+    plain: Path
+    model: Path
+    quantization: str | None
+
+    def __call__(self, shape: str, logprobs: offline.Logprobs, as_one_rank: bool) -> Finding:
+        plain = self.references.get(self.plain).logprobs[shape]
+        quantized = self.references.get(self.model, self.quantization).logprobs[shape]
+        own = _distance(quantized, plain)
+        distance, apart = _distance(logprobs, plain), _distance(logprobs, quantized)
+        right = distance <= MORE * own + ROUNDING
+        if as_one_rank:
+            right = right and apart <= AS_ONE_RANK * own + ROUNDING
+        said = f"to BF16 {distance:.3f}, one rank {own:.3f}; to that one rank {apart:.3f}"
+        return Finding(right, said)
+
+
+def _distance(one: offline.Logprobs, other: offline.Logprobs) -> float:
+    """The mean over the tokens, of the rank for which it is the largest."""
+    worst = 0.0
+    for ours, theirs in zip(one, other, strict=True):
+        gaps = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+        mean = sum(gaps) / len(gaps)
+        worst = mean if math.isnan(mean) else max(worst, mean)
+    return worst
+
+
+# --- cases ----------------------------------------------------------------------------------
+
+
+def _cases(parts: Sequence[str], references: References, on_cpu: bool) -> list[Case]:
+    lane = demo.CPU if on_cpu else demo.CUDA
+    fp8 = None if on_cpu else "fp8"
+    models = {kind: checkpoints.with_outliers(kind, lane) for kind in demo.MODELS}
+    for model in models.values():
+        references.start(model)
+        references.start(model, fp8)
+    modes = ("eager",) if on_cpu else tuple(MODES)
+    layouts = ("sharded",) if on_cpu else ("sharded", "expert parallel")
+    cases = []
+    for part in ("serve", "offline"):
+        shapes = ("unequal",) if part == "serve" else ("equal", "unequal")
+        for kind, model in models.items():
+            for mode in modes:
+                for layout in layouts:
+                    name = f"{kind}, FP8, {layout}, {mode}"
+                    judge = Judge(references, model, model, fp8)
+                    run = partial(_serve if part == "serve" else _offline, judge, mode, layout)
+                    names = tuple(f"{name}, {shape} ranks" for shape in shapes)
+                    cases.append(Case(part, names, run))
+    for kind, model in models.items():
+        run = partial(_replicated, Judge(references, model, model, fp8))
+        cases.append(Case("replicas", (f"{kind}, FP8, replicated experts",), run))
+    if not on_cpu:
+        cases += _scheme_cases(references, models["qwen3-moe"]) if "schemes" in parts else []
+        cases += _nixl_cases(Judge(references, models["qwen3-moe"], models["qwen3-moe"], fp8))
+        cases.append(Case("bits", ("rows and scale as vLLM's quantizer on one rank",), _bits))
+    return [case for case in cases if case.part in parts]
+
+
+def _options(quantization: str | None, mode: str, layout: str = "sharded") -> dict[str, Any]:
+    """Of ``LLM``; the flags of a server are made of them."""
+    options: dict[str, Any] = {**MODES[mode], "enable_expert_parallel": layout != "sharded"}
+    if quantization:
+        options["quantization"] = quantization
+    if demo.pick_lane() is demo.CPU:
+        return {**options, "dtype": "float32"}
+    return {**options, **MEMORY}
+
+
+def _offline(judge: Judge, mode: str, layout: str, plugins: str) -> list[Finding]:
+    """Equal ranks first: unequal ones end the engine where it has the fault."""
+    options = _options(judge.quantization, mode, layout)
+    name = f"{layout}-{mode}-{bool(plugins)}".replace(" ", "-")
+    run = offline.generate(judge.model, 2, plugins, name, **options)
+    return [
+        judge(shape, run.logprobs[shape], True)
+        if shape in run.logprobs
+        else Finding(False, (run.errors or ["no answer"])[0])
+        for shape in offline.PROMPTS
+    ]
+
+
+def _serve(judge: Judge, mode: str, layout: str, plugins: str) -> list[Finding]:
+    return _served(judge, _options(judge.quantization, mode, layout), plugins, f"{layout}-{mode}")
+
+
+def _served(
+    judge: Judge, options: dict[str, Any], plugins: str, name: str, log: str = ""
+) -> list[Finding]:
+    """All requests at once, to ``vllm serve``; ``log`` is what its log must say to be right."""
+    flags = [*("--max-model-len", "128", "--max-num-seqs", "32"), "--no-enable-prefix-caching"]
+    for key, value in options.items():
+        flag = "--" + key.replace("_", "-")
+        if isinstance(value, bool):
+            flags += [flag] if value else []
+        else:
+            flags += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+    picked = demo.pick_lane()
+    lane = dataclasses.replace(picked, flags=tuple(flags))
+    name = f"{name}-{bool(plugins)}".replace(" ", "-")
+    asked = [(rank, prompt) for rank in range(2) for prompt in offline.prompts("unequal", rank)]
+    with demo.serve(judge.model, lane, name, 2, plugins) as server:
+        server.wait_until_healthy(quiet=True)
+        try:
+            with ThreadPoolExecutor(len(asked)) as pool:
+                found = list(pool.map(partial(_ask, server), *zip(*asked, strict=True)))
+        except OSError as failure:
+            said = demo.last_error(server, lane) or "; ".join(server.lines(r"\w+Error\b")[-1:])
+            return [Finding(False, f"{failure}: {said[-300:]}")]
+        text = server.text
+    logprobs: offline.Logprobs = [[], []]
+    for (rank, _), values in zip(asked, found, strict=True):
+        logprobs[rank] += values
+    finding = judge("unequal", logprobs, False)
+    if log not in text:
+        finding = Finding(False, f"the log does not say {log!r}; {finding.said}")
+    return [finding]
+
+
+def _ask(server: demo.Server, rank: int, prompt: list[int]) -> list[float]:
+    """The logprobs of the prompt's tokens."""
+    body = {
+        "model": "demo",
+        "prompt": prompt,
+        "max_tokens": 8,
+        "temperature": 0,
+        "ignore_eos": True,
+        "prompt_logprobs": 0,
+    }
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{server.port}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json", "X-data-parallel-rank": str(rank)},
+    )
+    with urllib.request.urlopen(request, timeout=demo.ANSWER_TIMEOUT_S) as response:
+        tokens = json.load(response)["choices"][0]["prompt_logprobs"][1:]
+    return [next(iter(token.values()))["logprob"] for token in tokens]
+
+
+def _replicated(judge: Judge, plugins: str) -> list[Finding]:
+    with mock.patch.dict(os.environ, {"VLLM_MOE_DP_FIX_EXPERTS": "replicated"}):
+        options = _options(judge.quantization, "eager")
+        return _served(judge, options, plugins, "replicated", "2 independent replicas")
+
+
+def _scheme_cases(references: References, plain: Path) -> list[Case]:
+    """Quantized checkpoints, and BF16 that is quantized as it loads."""
+    narrow = checkpoints.with_outliers("qwen3-moe", demo.CUDA, expert=352)  # 5.5 blocks a rank
+    static, packed = checkpoints.static_fp8(plain), checkpoints.mxfp4(narrow)
+    references.start(narrow)
+    references.start(static)
+    for model, quantization in ((packed, None), (narrow, "mxfp4")):
+        references.start(model, quantization, PLUGINS)
+    judges = {
+        "FP8 checkpoint with static scales": Judge(references, plain, static, None),
+        "MXFP4 checkpoint, experts of 352": Judge(references, narrow, packed, None),
+        "BF16 checkpoint with mxfp4, experts of 352": Judge(references, narrow, narrow, "mxfp4"),
+    }
+    return [
+        Case(
+            "schemes",
+            tuple(f"{name}, {shape} ranks" for shape in offline.PROMPTS),
+            partial(_offline, judge, "eager", "sharded"),
+        )
+        for name, judge in judges.items()
+    ]
+
+
+def _bits(plugins: str) -> list[Finding]:
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        said = _script(plugins, "check_dispatch.py", "--json", file.name)
+        text = Path(file.name).read_text()
+    cases = json.loads(text) if text else []
+    right = sum(case["right"] == "right" for case in cases)
+    if not cases:
+        return [Finding(False, said[-1] if said else "no result")]
+    return [Finding(right == len(cases), f"{right} of {len(cases)} cases are right")]
+
+
+def _script(plugins: str, name: str, *arguments: str) -> list[str]:
+    """The lines that a script beside this one says."""
+    command = [sys.executable, str(Path(__file__).with_name(name)), *arguments]
+    environ = {**os.environ, "VLLM_PLUGINS": plugins, "VLLM_LOGGING_LEVEL": "WARNING"}
+    done = subprocess.run(
+        command,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=SCRIPT_TIMEOUT_S,
+    )
+    return done.stdout.splitlines()
+
+
+# --- EPLB over NIXL -------------------------------------------------------------------------
+
+PLANTED = {"dtype": "another dtype of the same size", "size": "another number of bytes an expert"}
+
+
+def _nixl_cases(judge: Judge) -> list[Case]:
+    planted = [
+        Case("nixl", (f"EPLB over NIXL, planted: {words}",), partial(_planted, plant))
+        for plant, words in PLANTED.items()
+    ]
+    name = "EPLB over NIXL, FP8, experts have moved"
+    return [Case("nixl", (name,), partial(_moved, judge)), *planted]
+
+
+def _moved(judge: Judge, plugins: str) -> list[Finding]:
+    """The logprobs are still those of one rank once experts have moved between ranks."""
+    options = _options(judge.quantization, "eager", "expert parallel")
+    settings = {"window_size": 4, "step_interval": 4, "num_redundant_experts": 4}
+    options |= {"enable_eplb": True, "eplb_config": {**settings, "communicator": "nixl"}}
+    run = offline.generate(
+        judge.model, 2, plugins, f"eplb-{bool(plugins)}", ("unequal",), rounds=6, **options
+    )
+    if "unequal" not in run.logprobs:
+        return [Finding(False, (run.errors or ["no answer"])[0])]
+    times = run.log.count("Rearranged experts   in")
+    finding = judge("unequal", run.logprobs["unequal"], True)
+    return [Finding(finding.right and times > 0, f"moved {times} times; {finding.said}")]
+
+
+def _planted(plant: str, plugins: str) -> list[Finding]:
+    """Both ranks must say the same, and name the odd one and what differs."""
+    lines = _script(plugins, Path(__file__).name, "--nixl", plant)
+    found = [json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK)]
+    if len(found) != 2:
+        return [Finding(False, lines[-1] if lines else "no result")]
+    if not all(found):
+        return [Finding(False, "taken without a word")]
+    alike = found[0] == found[1]
+    wanted = {"dtype": "float8_e4m3fn on rank 1", "size": "bytes an expert"}[plant]
+    right = alike and wanted in found[0] and "rank 1" in found[0]
+    said = found[0].replace("\n", " ") if alike else f"rank 0: {found[0]} / rank 1: {found[1]}"
+    return [Finding(right, said[:400])]
+
+
+def _nixl_main(plant: str) -> int:
+    from scripts.gpu.ranks import spawn
+
+    for said in spawn(_set_up_nixl, plant):
+        print(MARK + json.dumps(said[0]), flush=True)
+    return 0
+
+
+def _set_up_nixl(rank: int, config: Any, plant: str) -> list[str]:
+    """What the communicator of this rank raises; rank 1 has other experts than rank 0."""
+    import torch
+    from vllm.distributed import get_dp_group
+    from vllm.distributed.eplb import eplb_communicator
+
+    dtype = torch.float8_e4m3fn if rank == 1 and plant == "dtype" else torch.uint8
+    width = 128 if rank == 1 and plant == "size" else 96
+    layers = [
+        [torch.zeros(4, width, dtype=torch.uint8, device="cuda").view(dtype)] for _ in range(2)
+    ]
+    made = eplb_communicator.NixlEplbCommunicator
+    group = get_dp_group().cpu_group
+    try:
+        if "expert_weights" in inspect.signature(made).parameters:  # to 0.22
+            made(group, layers[0])
+        else:
+            made(group, layers, [torch.zeros_like(tensor) for tensor in layers[0]])
+    except Exception as failure:
+        return [str(failure.__cause__ or failure)]
+    return [""]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
