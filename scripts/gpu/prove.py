@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shows every fault on two GPUs without the plugin, and the repair with it.
 
-Each case runs twice, without any plugin and with all fixes. It is proven where the first run fails
-or is wrong and the second is right. Engines are judged by the logprobs of their prompts' tokens:
-their distance to BF16 on one rank, beside the one that quantization has there by itself. Several
-cases run at once; the models are small and random. On a CPU build of vLLM the parts that it can
-run show that this script does.
+Each case runs twice, without any plugin and with all fixes. It is proven where the second run is
+right and the first fails or is wrong, or, in a release that does not have the fault, is right too.
+Engines are judged by the logprobs of their prompts' tokens: their distance to BF16 on one rank,
+beside the one that quantization has there by itself. Several cases run at once; the models are
+small and random. On a CPU build of vLLM the parts that it can run show that this script does.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts import demo
 from scripts.gpu import checkpoints, machine, offline
+from vllm_moe_dp_fix.host import detect
+from vllm_moe_dp_fix.releases import AFFECTED
 
 PARTS = ("serve", "offline", "schemes", "replicas", "nixl", "bits")
 CPU_PARTS = ("serve", "offline", "replicas")
@@ -69,6 +71,7 @@ class Case:
     """``run`` takes the plugins to load, and finds something for each of ``names``."""
 
     part: str
+    fault: str
     names: tuple[str, ...]
     run: Callable[[str], Sequence[Finding]]
 
@@ -106,12 +109,15 @@ def _prove(cases: Sequence[Case], pool: ThreadPoolExecutor) -> Iterator[dict[str
     running = [
         (case, [pool.submit(_run, case, plugins) for plugins in ("", PLUGINS)]) for case in cases
     ]
+    host = detect()
     for case, (without, with_) in running:
+        is_affected = host.is_affected(AFFECTED[case.fault]) is not False
         for name, before, after in zip(case.names, without.result(), with_.result(), strict=True):
             yield {
                 "part": case.part,
                 "case": name,
-                "proven": after.right and not before.right,
+                "fault": case.fault if is_affected else f"{case.fault}, not in this release",
+                "proven": after.right and before.right != is_affected,
                 "without": asdict(before),
                 "with": asdict(after),
             }
@@ -126,7 +132,8 @@ def _run(case: Case, plugins: str) -> Sequence[Finding]:
 
 
 def _show(case: dict[str, Any]) -> None:
-    print(f"\n{'proven' if case['proven'] else 'NOT PROVEN'}: {case['part']}, {case['case']}")
+    verdict = "proven" if case["proven"] else "NOT PROVEN"
+    print(f"\n{verdict}: {case['part']}, {case['case']} ({case['fault']})")
     for run in ("without", "with"):
         finding = case[run]
         print(
@@ -218,14 +225,16 @@ def _cases(parts: Sequence[str], references: References, on_cpu: bool) -> list[C
                     judge = Judge(references, model, model, fp8)
                     run = partial(_serve if part == "serve" else _offline, judge, mode, layout)
                     names = tuple(f"{name}, {shape} ranks" for shape in shapes)
-                    cases.append(Case(part, names, run))
+                    cases.append(Case(part, "F2d" if on_cpu else "F1a", names, run))
     for kind, model in models.items():
         run = partial(_replicated, Judge(references, model, model, fp8))
-        cases.append(Case("replicas", (f"{kind}, FP8, replicated experts",), run))
+        cases.append(Case("replicas", "F1d", (f"{kind}, FP8, replicated experts",), run))
     if not on_cpu:
         cases += _scheme_cases(references, models["qwen3-moe"]) if "schemes" in parts else []
         cases += _nixl_cases(Judge(references, models["qwen3-moe"], models["qwen3-moe"], fp8))
-        cases.append(Case("bits", ("rows and scale as vLLM's quantizer on one rank",), _bits))
+        cases.append(
+            Case("bits", "F1a", ("rows and scale as vLLM's quantizer on one rank",), _bits)
+        )
     return [case for case in cases if case.part in parts]
 
 
@@ -324,17 +333,20 @@ def _scheme_cases(references: References, plain: Path) -> list[Case]:
     for model, quantization in ((packed, None), (narrow, "mxfp4")):
         references.start(model, quantization, PLUGINS)
     judges = {
-        "FP8 checkpoint with static scales": Judge(references, plain, static, None),
-        "MXFP4 checkpoint, experts of 352": Judge(references, narrow, packed, None),
-        "BF16 checkpoint with mxfp4, experts of 352": Judge(references, narrow, narrow, "mxfp4"),
+        ("F1b", "FP8 checkpoint with static scales"): Judge(references, plain, static, None),
+        ("F3b", "MXFP4 checkpoint, experts of 352"): Judge(references, narrow, packed, None),
+        ("F3f", "BF16 checkpoint with mxfp4, experts of 352"): Judge(
+            references, narrow, narrow, "mxfp4"
+        ),
     }
     return [
         Case(
             "schemes",
+            fault,
             tuple(f"{name}, {shape} ranks" for shape in offline.PROMPTS),
             partial(_offline, judge, "eager", "sharded"),
         )
-        for name, judge in judges.items()
+        for (fault, name), judge in judges.items()
     ]
 
 
@@ -370,12 +382,13 @@ PLANTED = {"dtype": "another dtype of the same size", "size": "another number of
 
 
 def _nixl_cases(judge: Judge) -> list[Case]:
+    fault = "F4a" if detect().is_affected(AFFECTED["F4a"]) else "F4c"
     planted = [
-        Case("nixl", (f"EPLB over NIXL, planted: {words}",), partial(_planted, plant))
+        Case("nixl", fault, (f"EPLB over NIXL, planted: {words}",), partial(_planted, plant))
         for plant, words in PLANTED.items()
     ]
     name = "EPLB over NIXL, FP8, experts have moved"
-    return [Case("nixl", (name,), partial(_moved, judge)), *planted]
+    return [Case("nixl", "F1a", (name,), partial(_moved, judge)), *planted]
 
 
 def _moved(judge: Judge, plugins: str) -> list[Finding]:
