@@ -27,8 +27,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         "cannot, 2 without vLLM.",
     )
     status.add_argument("--json", action="store_true", help="print the report as JSON")
-    arguments = parser.parse_args(argv)
+    doctor = commands.add_parser(
+        "doctor",
+        usage="vllm-moe-dp-fix doctor [--json] [--platform NAME] -- [KEY=VALUE …] "
+        "[vllm serve] MODEL [options]",
+        help="tell what will go wrong with a serve command, without starting it",
+        description="Judges every fault for a 'vllm serve' command from its options, the model's "
+        "configuration and the headers of its weights. Starts nothing, loads no weights, needs no "
+        "network and no GPU.",
+        epilog="Exit code: 0 where nothing will go wrong with what is installed and active; 1 "
+        "where a fault will or may hit and nothing repairs it, or the deployment would be refused; 2 "
+        "where the question cannot be answered: no vLLM, a command that cannot be parsed, a "
+        "model's file that is missing or broken.",
+    )
+    doctor.add_argument("--json", action="store_true", help="print the report as JSON")
+    doctor.add_argument(
+        "--platform",
+        choices=("cuda", "rocm", "cpu"),
+        help="judge for a machine of this kind; by default, for this one",
+    )
+    given = list(sys.argv[1:] if argv is None else argv)
+    # Everything behind "--" is the command, whatever it looks like.
+    end = given.index("--") if given[:1] == ["doctor"] and "--" in given else len(given)
+    arguments = parser.parse_args(given[:end])
+    if arguments.command == "doctor":
+        return _doctor(given[end + 1 :], arguments.json, arguments.platform)
     return _status(arguments.json)
+
+
+def _doctor(words: Sequence[str], as_json: bool, platform: str | None) -> int:
+    from vllm_moe_dp_fix.doctor import report, text
+
+    found = report.collect(words, platform)
+    if as_json:
+        _print_json(found.document)
+    else:
+        text.show(found.document)
+    return found.exit_code
 
 
 def _status(as_json: bool) -> int:
@@ -36,11 +71,15 @@ def _status(as_json: bool) -> int:
 
     status = collect()
     if as_json:
-        json.dump(status.document, sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        _print_json(status.document)
     else:
         _print_table(status.document)
     return status.exit_code
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    json.dump(document, sys.stdout, indent=2)
+    sys.stdout.write("\n")
 
 
 def _print_table(document: dict[str, Any]) -> None:

@@ -51,7 +51,7 @@ def collect() -> Status:
         "fixes": [],
         "problems": problems,
     }
-    with _quiet():
+    with quiet():
         try:
             host = detect()
         except Exception as error:
@@ -189,7 +189,7 @@ def _ids(fix: Fix) -> list[str]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keeps what vLLM prints, warns of and logs while it is imported out of the report."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)

@@ -50,7 +50,7 @@ def _decide(vllm_config: Any) -> bool:
         obstacles = list(find_obstacles(vllm_config))
         if setting == "replicated":
             if obstacles:
-                raise ReplicasRefusedError(_refusal(obstacles))
+                raise ReplicasRefusedError(refusal(obstacles))
             ranks = vllm_config.parallel_config.data_parallel_size
             _say(f"{ranks} independent replicas, as {settings.EXPERTS} asks")
             return True
@@ -115,7 +115,7 @@ def _kv_connectors(kv_transfer_config: Any) -> Iterator[str]:
         yield inner.get("kv_connector", "")
 
 
-def _refusal(obstacles: list[str]) -> str:
+def refusal(obstacles: list[str]) -> str:
     return (
         f"{settings.EXPERTS}=replicated makes every data-parallel rank an engine of its own, but "
         f"{' and '.join(obstacles)}. Leave that out, or set {settings.EXPERTS}=sharded."

@@ -14,6 +14,7 @@ _EXPERT_WIDTHS = (
     "expert_ffn_hidden_size",
     "intermediate_size",
 )
+_EXPERT_COUNTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 _SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers")
 _EVERY_NTH = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq")
@@ -42,6 +43,21 @@ class FullCopy(NamedTuple):
         )
 
 
+class Weights(NamedTuple):
+    """The weights of a model in bytes: those of the routed experts, and all others."""
+
+    experts: float
+    others: float
+
+    @property
+    def total(self) -> float:
+        return self.experts + self.others
+
+    def a_device(self, devices: int, expert_ranks: int = 1) -> float:
+        """On one of a rank's ``devices``, the experts spread over ``expert_ranks`` ranks."""
+        return (self.experts / expert_ranks + self.others) / devices
+
+
 def of_full_copy(vllm_config: Any) -> FullCopy:
     """The weights of one rank with all experts, a device.
 
@@ -50,11 +66,11 @@ def of_full_copy(vllm_config: Any) -> FullCopy:
     """
     parallel = vllm_config.parallel_config
     devices = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    return FullCopy(weights(vllm_config.model_config) / devices, _usable(vllm_config))
+    return FullCopy(weights(vllm_config.model_config).a_device(devices), usable(vllm_config))
 
 
-def weights(model_config: Any) -> float:
-    """The weights of a model in bytes: quantized experts, all else in the model's dtype.
+def weights(model_config: Any) -> Weights:
+    """The weights of a model: quantized experts, all else in the model's dtype.
 
     Raises:
         UnknownSizeError: The configuration does not say how wide an expert is.
@@ -62,7 +78,7 @@ def weights(model_config: Any) -> float:
     config = model_config.hf_text_config
     hidden = model_config.get_hidden_size()
     layers = model_config.get_total_num_hidden_layers()
-    width = _first(config, _EXPERT_WIDTHS)
+    width = max(expert_widths(config), default=0)
     if not width:
         raise UnknownSizeError("the model's configuration does not say how wide an expert is")
 
@@ -81,7 +97,18 @@ def weights(model_config: Any) -> float:
         + config.vocab_size * hidden * (1 if getattr(config, "tie_word_embeddings", False) else 2)
     )
     dtype_bits = model_config.dtype.itemsize * 8
-    return (experts * (_weight_bits(model_config) or dtype_bits) + others * dtype_bits) / 8
+    expert_bits = _weight_bits(model_config) or dtype_bits
+    return Weights(experts * expert_bits / 8, others * dtype_bits / 8)
+
+
+def expert_widths(config: Any) -> tuple[int, ...]:
+    """The intermediate sizes of an expert, all that occur; none where nothing is said."""
+    return _numbers(config, _EXPERT_WIDTHS)
+
+
+def expert_count(config: Any) -> int:
+    """The routed experts of a layer, 0 in a dense model."""
+    return max(_numbers(config, _EXPERT_COUNTS), default=0)
 
 
 def _sparse_layers(config: Any, layers: int) -> int:
@@ -101,6 +128,17 @@ def _first(config: Any, names: tuple[str, ...]) -> int:
         if isinstance(value, int) and value:
             return value
     return 0
+
+
+def _numbers(config: Any, names: tuple[str, ...]) -> tuple[int, ...]:
+    """The first of these entries that holds numbers but 0: one, or a list by layer."""
+    for name in names:
+        value = getattr(config, name, None)
+        values = value if isinstance(value, list | tuple) else [value]
+        found = {number for number in values if isinstance(number, int) and number}
+        if found:
+            return tuple(sorted(found))
+    return ()
 
 
 def _weight_bits(model_config: Any) -> float | None:
@@ -126,7 +164,12 @@ def _find_bits(settings: dict[str, Any]) -> int | None:
     return max(found, default=0) or None
 
 
-def _usable(vllm_config: Any) -> float:
+def usable(vllm_config: Any) -> float:
+    """The memory in bytes that a device has to give.
+
+    Raises:
+        UnknownSizeError: It cannot be told.
+    """
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
