@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "configuration and the headers of its weights. Starts nothing, loads no weights, needs no "
         "network and no GPU.",
         epilog="Exit code: 0 where nothing will go wrong with what is installed and active; 1 "
-        "where a fault will or may hit and nothing repairs it, or the deployment would be refused; 2 "
-        "where the question cannot be answered: no vLLM, a command that cannot be parsed, a "
+        "where a fault will or may hit and nothing repairs it, or the deployment would be refused; "
+        "2 where the question cannot be answered: no vLLM, a command that cannot be parsed, a "
         "model's file that is missing or broken.",
     )
     doctor.add_argument("--json", action="store_true", help="print the report as JSON")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -81,6 +82,7 @@ def _nixl_package() -> str:
     return "nixl_rocm" if platform() == "rocm" else "nixl"
 
 
+@functools.cache
 def probe_nixl(package: str = "nixl", timeout: float = _NIXL_TIMEOUT) -> dict[str, Any]:
     """Whether NIXL imports and registers memory, tried in another process.
 

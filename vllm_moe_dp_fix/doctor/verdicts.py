@@ -117,6 +117,8 @@ def _f1a(facts: Facts) -> Finding:
         return _may(f"{evidence}, unless this GPU runs Marlin, as it has no FP8", remedy)
     if facts.moe_backend not in ("auto", "triton", "cutlass"):
         return _may(f"{evidence}, unless --moe-backend {facts.moe_backend} quantizes later", remedy)
+    if facts.platform == "rocm" and facts.moe_backend == "auto":
+        return _may(f"{evidence}, unless AITER runs the experts and quantizes later", remedy)
     return _will(evidence, remedy)
 
 
@@ -532,7 +534,9 @@ def obstacles(facts: Facts) -> Iterator[str]:
                 f"an expert of intermediate size {width} cannot be cut over {facts.expert_tp} "
                 "ranks: use another TP or DP size, or --enable-expert-parallel"
             )
-    if facts.eplb and not facts.expert_parallel:
-        yield "--enable-eplb needs --enable-expert-parallel"
-    if facts.eplb and facts.communicator == "nixl" and facts.nixl_error:
+    if facts.eplb and facts.platform == "cpu":
+        yield "--enable-eplb needs GPUs"
+    elif facts.eplb and not facts.expert_parallel:
+        yield "--enable-eplb needs --enable-expert-parallel and more than one rank"
+    elif facts.eplb and facts.communicator == "nixl" and facts.nixl_error:
         yield f"EPLB is to use NIXL, which does not work here: {facts.nixl_error}"
