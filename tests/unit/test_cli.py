@@ -18,9 +18,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def status(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "vllm_moe_dp_fix.cli", "status", *arguments]
+def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "vllm_moe_dp_fix.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def status(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return run_command("status", *arguments)
 
 
 def test_json_without_vllm() -> None:
@@ -47,3 +51,27 @@ def test_text_without_vllm() -> None:
     run = status()
     assert run.returncode == 2
     assert "cannot be imported" in run.stdout
+
+
+def test_doctor_without_vllm() -> None:
+    run = run_command("doctor", "--json", "--", "vllm", "serve", "model")
+    document = json.loads(run.stdout)
+    assert run.returncode == document["exit_code"] == 2
+    assert "vLLM cannot be imported" in document["error"]
+    text = run_command("doctor", "--", "vllm", "serve", "model")
+    assert text.returncode == 2
+    assert "vLLM cannot be imported" in text.stdout
+    assert "Traceback" not in text.stderr
+
+
+def test_doctor_without_a_command() -> None:
+    run = run_command("doctor")
+    assert run.returncode == 2
+    assert "no command after '--'" in run.stdout
+
+
+def test_doctor_says_its_exit_codes() -> None:
+    run = run_command("doctor", "--help")
+    assert run.returncode == 0
+    for words in ("Exit code: 0 where", "1 where", "2 where", "--json", "--platform"):
+        assert words in " ".join(run.stdout.split())

@@ -46,7 +46,7 @@ PACKED = tensor("U8", (256, 352))
 SCALE = tensor("U8", (256, 22), "scale")
 STACKED = tensor("U8", (16, 256, 22, 16), is_single=False)
 BF16 = tensor("BF16", (256, 704))
-LOADED = {"scheme": MXFP4, "tensors": (PACKED, SCALE)}
+LOADED: dict[str, Any] = {"scheme": MXFP4, "tensors": (PACKED, SCALE)}
 
 
 def test_every_fault_has_a_judge() -> None:
@@ -213,7 +213,7 @@ CASES: list[tuple[str, str, dict[str, Any], Likelihood, str]] = [
         "bytes already",
     ),
 ]
-EPLB = {"eplb": True, "expert_parallel": True, "nixl_error": ""}
+EPLB: dict[str, Any] = {"eplb": True, "expert_parallel": True, "nixl_error": ""}
 CASES += [
     ("F4a", "0.33.0", EPLB, MAY, "where NIXL is installed"),
     ("F4a", "0.33.0", EPLB | {"communicator": "nixl"}, MAY, "as asked"),
