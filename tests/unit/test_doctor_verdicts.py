@@ -198,6 +198,7 @@ CASES: list[tuple[str, str, dict[str, Any], Likelihood, str]] = [
     ("F3h", "0.33.0", {"scheme": MXFP4, "tensors": (BF16,)}, WILL, "not packed"),
     ("F3h", "0.27.1", {"scheme": MXFP4, "tensors": (BF16,)}, NOT, ""),
     ("F3h", "0.33.0", {"scheme": ONLINE, "tensors": (BF16,)}, NOT, "full precision"),
+    ("F3h", "0.33.0", {"scheme": ONLINE}, NOT, "full precision"),
     (
         "F3i",
         "0.33.0",

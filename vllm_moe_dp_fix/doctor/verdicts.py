@@ -420,10 +420,10 @@ def _f3h(facts: Facts) -> Finding:
     if reason:
         return _not(reason)
     remedy = "refuses what does not fit, with shapes and dtypes"
-    if facts.tensors is None:
-        return _may("without safetensors headers the shapes are unknown", remedy)
     if facts.scheme.is_online:
         return _not("a checkpoint in full precision has no scheme that could be another one")
+    if facts.tensors is None:
+        return _may("without safetensors headers the shapes are unknown", remedy)
     quantizes = Host.of(facts.version).is_affected(AFFECTED["F3f"])
     for tensor in facts.tensors:
         problem = _misfit(tensor, facts, bool(quantizes))
