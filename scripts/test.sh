@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Runs every check: lint, types, unit tests, import orders, all vLLM releases, kernels, servers.
+# Runs every check: lint, types, unit tests, import orders, doctor, all vLLM releases, kernels, servers.
 # Makes the environments it needs, under $XDG_CACHE_HOME. Stops at the first part that fails.
 set -euo pipefail
 
@@ -20,6 +20,9 @@ part "core"
 
 part "import orders, on real vLLM"
 "$python" -m pytest -q tests/order
+
+part "doctor, on real vLLM"
+"$python" -m pytest -q tests/doctor
 
 part "every release, on two and four ranks"
 "$python" -m pytest -q tests/source

@@ -69,7 +69,10 @@ CASES = {
         will="F1a F2a",
         may="F2b",
         code=1,
-        says=("nothing: switched off, by VLLM_MOE_DP_FIX_DISABLE",),
+        says=(
+            "nothing: switched off, by VLLM_MOE_DP_FIX_DISABLE",
+            "VLLM_MOE_DP_FIX_DISABLE so that it does not name moe_dp_dispatch",
+        ),
     ),
     "gemma4, fp8, hidden": Case(
         (
@@ -79,7 +82,11 @@ CASES = {
         will="F1a F2a",
         may="F2b",
         code=1,
-        says=("VLLM_PLUGINS='moe_dp_all_gather' does not name it", '"hidden": true'),
+        says=(
+            "VLLM_PLUGINS='moe_dp_all_gather' does not name it",
+            '"hidden": true',
+            '"set": "VLLM_PLUGINS=moe_dp_all_gather,moe_dp_dispatch"',
+        ),
     ),
     "gemma4, mxfp4, from bf16": Case(
         (*CUDA, *SERVE, "{}/gemma4", "-dp=4", "--quantization", "mxfp4"),
@@ -172,6 +179,10 @@ CASES = {
         code=1,
         says=("VLLM_MOE_DP_FIX_STRICT=1: VLLM_MOE_DP_FIX_EXPERTS='many' is unknown",),
     ),
+    "qwen3-moe, two schemes": Case(
+        (*CUDA, *SERVE, "{}/qwen3 blocks", "-dp", "2", "--quantization", "mxfp4"),
+        says=("the checkpoint is quantized as 'fp8' and --quantization asks for 'mxfp4'",),
+    ),
     "eplb": Case((*CUDA, *SERVE, "{}/qwen3 moe", "-dp", "2", *EPLB, NIXL), may="F4a F4b F4c F4d"),
     "gpt-oss": Case(
         (*CUDA, *SERVE, "{}/gpt oss", "-dp", "4"),
@@ -214,7 +225,7 @@ CASES = {
     "another command": Case((*CUDA, "vllm", "bench"), code=2, says=("'vllm bench' is not judged",)),
 }
 # 0.19 has no choice of communicators.
-SINCE = {"eplb": "0.20.0"}
+SINCE = {"eplb": "0.20.0", "eplb, by default": "0.20.0"}
 
 
 def _write_models(directory: Path) -> None:

@@ -264,6 +264,21 @@ def test_scheme_of_deepseek_v4() -> None:
 
 
 @pytest.mark.parametrize(
+    ("own", "asked", "is_odd"),
+    [
+        (None, "fp8", False),
+        ("fp8", None, False),
+        ("mxfp4", "gpt_oss_mxfp4", False),
+        ("gptq", "gptq_marlin", False),
+        ("mxfp4", "fp8", True),
+    ],
+)
+def test_conflicts(own: str | None, asked: str | None, is_odd: bool) -> None:
+    said = {"quant_method": own} if own else None
+    assert bool(schemes.conflict(said, asked)) is is_odd
+
+
+@pytest.mark.parametrize(
     ("config", "experts", "widths"),
     [
         (models.QWEN3_MOE, 16, (704,)),

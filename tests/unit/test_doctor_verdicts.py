@@ -214,13 +214,13 @@ CASES: list[tuple[str, str, dict[str, Any], Likelihood, str]] = [
         "bytes already",
     ),
 ]
-EPLB: dict[str, Any] = {"eplb": True, "expert_parallel": True, "nixl_error": ""}
+EPLB: dict[str, Any] = {"eplb": True, "expert_parallel": True}
 CASES += [
     ("F4a", "0.33.0", EPLB, MAY, "where NIXL is installed"),
     ("F4a", "0.33.0", EPLB | {"communicator": "nixl"}, MAY, "as asked"),
     ("F4a", "0.33.0", EPLB | {"communicator": "torch_gloo"}, NOT, "torch_gloo"),
     ("F4a", "0.33.0", EPLB | {"nixl_by_default": False}, NOT, "only where it is named"),
-    ("F4a", "0.33.0", EPLB | {"nixl_error": "no module"}, NOT, "no module"),
+    ("F4a", "0.33.0", EPLB | {"nixl_missing": "no module"}, NOT, "no module"),
     ("F4a", "0.33.0", EPLB | {"platform": "cpu"}, NOT, "no EPLB"),
     ("F4a", "0.33.0", {}, NOT, "--enable-eplb is not set"),
     ("F4b", "0.33.0", EPLB, MAY, "fails alone"),
@@ -287,11 +287,10 @@ def test_refusals() -> None:
         ({"dp": 3, "replicated": True}, None),
         ({"dp": 3, "experts": 0}, None),
         ({"eplb": True}, "needs --enable-expert-parallel"),
-        ({"eplb": True, "expert_parallel": True, "nixl_error": "x"}, None),
-        (
-            {"eplb": True, "expert_parallel": True, "communicator": "nixl", "nixl_error": "gone"},
-            "does not work here: gone",
-        ),
+        (EPLB | {"nixl_missing": "gone"}, None),
+        (EPLB | {"communicator": "nixl", "nixl_missing": "gone"}, "EPLB is to use NIXL, and"),
+        (EPLB | {"nixl_failure": "no device"}, "no device"),
+        (EPLB | {"nixl_failure": "no device", "communicator": "torch_gloo"}, None),
         ({"eplb": True, "platform": "cpu"}, "needs GPUs"),
     ],
 )

@@ -29,7 +29,8 @@ class Facts:
         tensors: Those of routed experts, from the safetensors headers; None without headers.
         loads: The checkpoint's tensors go through the model's loader.
         nixl_by_default: EPLB takes NIXL where nothing is said and it can be imported.
-        nixl_error: Why NIXL does not work here, '' where it does, None where nobody looked.
+        nixl_missing: Why NIXL cannot be imported here, '' where it can.
+        nixl_failure: Why it cannot register memory here, '' where it can.
     """
 
     version: str
@@ -57,7 +58,8 @@ class Facts:
     eplb: bool = False
     communicator: str | None = None
     nixl_by_default: bool = True
-    nixl_error: str | None = None
+    nixl_missing: str = ""
+    nixl_failure: str = ""
 
     @property
     def ranks(self) -> int:

@@ -74,6 +74,9 @@ def collect(words: Sequence[str], platform: str | None = None) -> Report:
     except (CommandError, CheckpointError) as error:
         document["error"] = str(error)
         return Report(document, 2)
+    except Exception as error:
+        document["error"] = f"the doctor could not go on: {error!r}"
+        return Report(document, 2)
     failed = document["refusals"] or any(
         fault["verdict"] != Likelihood.NOT.value and not fault["repaired"]
         for fault in document["faults"]
@@ -115,6 +118,7 @@ def _fill(document: dict[str, Any], words: Sequence[str], platform: str | None) 
     facts = layout.facts
     document["refusals"] += [*verdicts.obstacles(facts), *layout.refusals]
     document["problems"] += layout.problems
+    document["problems"] += schemes.conflict(found.quantization, arguments.quantization)
     document["model"] = _model_document(found, model, facts)
     document["parallel"] = {
         "data": facts.dp,
@@ -187,7 +191,7 @@ def _facts(
     config = model.hf_text_config
     here = environment.platform()
     tensors = checkpoint.expert_tensors(found.tensors) if found.tensors else None
-    eplb = getattr(arguments, "eplb_config", None)
+    eplb, nixl = getattr(arguments, "eplb_config", None), around["nixl"]
     return Facts(
         version=version,
         platform=platform or here,
@@ -203,7 +207,7 @@ def _facts(
         expert_parallel=_is_expert_parallel(arguments),
         setting=settings.experts(),
         all2all=arguments.all2all_backend or "allgather_reducescatter",
-        moe_backend=str(getattr(arguments, "moe_backend", None) or "auto"),
+        moe_backend=_moe_backend(arguments),
         fp8_dispatch=settings.fp8_dispatch(),
         scheme=model.scheme,
         tensors=tensors or None,
@@ -212,7 +216,8 @@ def _facts(
         eplb=bool(arguments.enable_eplb),
         communicator=getattr(eplb, "communicator", None),
         nixl_by_default=_takes_nixl_by_default(),
-        nixl_error=around["nixl"]["error"],
+        nixl_missing="" if nixl["imports"] else nixl["error"],
+        nixl_failure="" if nixl["registers"] else nixl["error"],
     )
 
 
@@ -225,10 +230,16 @@ def _is_expert_parallel(arguments: argparse.Namespace) -> bool:
     return bool(arguments.enable_expert_parallel) and max(sizes) > 1
 
 
-def _takes_nixl_by_default() -> bool:
-    from vllm.config import ParallelConfig
+def _moe_backend(arguments: argparse.Namespace) -> str:
+    options = (arguments, getattr(arguments, "kernel_config", None))
+    named = (getattr(option, "moe_backend", None) for option in options)
+    return str(next((name for name in named if name and name != "auto"), "auto"))
 
-    return "is_nixl_available" in inspect.getsource(ParallelConfig)
+
+def _takes_nixl_by_default() -> bool:
+    from vllm.config import parallel
+
+    return "is_nixl_available" in inspect.getsource(parallel)
 
 
 # --- where the experts lie ------------------------------------------------------------------
@@ -345,8 +356,22 @@ def _faults(
             "outcome": fault["outcome"] if is_active else Outcome.SWITCHED_OFF.value,
             "repaired": repaired[fault_id],
             "action": _action(finding, fault, is_active, repaired[fault_id]),
-            "set": finding.to_set,
+            "set": finding.to_set if repaired[fault_id] else _switch(fix, finding, is_active),
         }
+
+
+def _switch(fix: Mapping[str, Any], finding: Finding, is_active: bool) -> str:
+    """What would have the fix applied."""
+    if finding.likelihood is Likelihood.NOT:
+        return ""
+    if not is_active:
+        return "nothing, but install vllm-moe-dp-fix beside vLLM"
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and fix["id"] not in allowed.split(","):
+        return f"VLLM_PLUGINS={','.join(filter(None, (allowed, fix['id'])))}"
+    if fix["switched_off_by"]:
+        return f"{settings.DISABLE} so that it does not name {fix['id']}"
+    return ""
 
 
 def _action(finding: Finding, fault: Mapping[str, Any], is_active: bool, is_repaired: bool) -> str:

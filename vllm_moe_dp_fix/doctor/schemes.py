@@ -100,6 +100,17 @@ def of(checkpoint: dict[str, Any] | None, asked: str | None, config: Mapping[str
     return Scheme(method, UNKNOWN, UNKNOWN)
 
 
+def conflict(checkpoint: dict[str, Any] | None, asked: str | None) -> list[str]:
+    """What is said twice, and differently."""
+    own = str((checkpoint or {}).get("quant_method") or "").lower()
+    if not own or not asked or asked in own or own in asked:
+        return []
+    return [
+        f"the checkpoint is quantized as {own!r} and --quantization asks for {asked!r}: vLLM may "
+        "refuse that"
+    ]
+
+
 def _unnamed(checkpoint: dict[str, Any]) -> str:
     return "modelopt" if "quant_algo" in checkpoint else UNKNOWN
 

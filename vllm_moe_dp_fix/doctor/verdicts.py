@@ -473,8 +473,8 @@ def _no_nixl(facts: Facts) -> str:
         return f"EPLB's communicator is {facts.communicator}"
     if facts.communicator is None and not facts.nixl_by_default:
         return f"vLLM {facts.version} takes NIXL only where it is named"
-    if facts.communicator is None and facts.nixl_error:
-        return f"NIXL does not work here, so EPLB takes another communicator: {facts.nixl_error}"
+    if facts.communicator is None and facts.nixl_missing:
+        return f"EPLB takes another communicator, as NIXL is missing here: {facts.nixl_missing}"
     return ""
 
 
@@ -538,5 +538,5 @@ def obstacles(facts: Facts) -> Iterator[str]:
         yield "--enable-eplb needs GPUs"
     elif facts.eplb and not facts.expert_parallel:
         yield "--enable-eplb needs --enable-expert-parallel and more than one rank"
-    elif facts.eplb and facts.communicator == "nixl" and facts.nixl_error:
-        yield f"EPLB is to use NIXL, which does not work here: {facts.nixl_error}"
+    elif not _no_nixl(facts) and (facts.nixl_missing or facts.nixl_failure):
+        yield f"EPLB is to use NIXL, and here: {facts.nixl_missing or facts.nixl_failure}"
