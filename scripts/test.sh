@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Runs every check: lint, types, unit tests, import orders, doctor, all vLLM releases, kernels, servers.
+# Runs every check: lint, types, unit tests, import orders, doctor, releases, kernels, servers.
 # Makes the environments it needs, under $XDG_CACHE_HOME. Stops at the first part that fails.
 set -euo pipefail
 

@@ -60,7 +60,7 @@ class Scheme(NamedTuple):
             return "no quantization"
         kind = "static" if self.is_static else "dynamic"
         scaled = {
-            None: "activations in full precision",
+            None: "weights only",
             UNKNOWN: "activations of an unknown scheme",
             "tensor": f"one {kind} activation scale a tensor",
             "token": "an activation scale a token",
