@@ -50,6 +50,15 @@ class Case(NamedTuple):
 
 SERVE = ("vllm", "serve")
 CASES = {
+    # First, since vLLM loads its plugins, which strict mode would stop, once a process.
+    "strict mode": Case(
+        (
+            *(*CUDA, "VLLM_MOE_DP_FIX_STRICT=1", "VLLM_MOE_DP_FIX_EXPERTS=many"),
+            *(*SERVE, "{}/qwen3 moe", "-dp", "2"),
+        ),
+        code=1,
+        says=("VLLM_MOE_DP_FIX_STRICT=1: VLLM_MOE_DP_FIX_EXPERTS='many' is unknown",),
+    ),
     "gemma4, fp8": Case(
         (*CUDA, *SERVE, "{}/gemma4", "-dp", "2", "--quantization", "fp8"),
         will="F1a F2a",
@@ -171,14 +180,6 @@ CASES = {
     "qwen3-moe, cut unevenly": Case(
         (*CUDA, *SERVE, "{}/qwen3 moe", "-dp", "3"), code=1, says=("cannot be cut over 3 ranks",)
     ),
-    "qwen3-moe, strict": Case(
-        (
-            *(*CUDA, "VLLM_MOE_DP_FIX_STRICT=1", "VLLM_MOE_DP_FIX_EXPERTS=many"),
-            *(*SERVE, "{}/qwen3 moe", "-dp", "2"),
-        ),
-        code=1,
-        says=("VLLM_MOE_DP_FIX_STRICT=1: VLLM_MOE_DP_FIX_EXPERTS='many' is unknown",),
-    ),
     "qwen3-moe, two schemes": Case(
         (*CUDA, *SERVE, "{}/qwen3 blocks", "-dp", "2", "--quantization", "mxfp4"),
         says=("the checkpoint is quantized as 'fp8' and --quantization asks for 'mxfp4'",),
@@ -192,6 +193,22 @@ CASES = {
     ),
     "gpt-oss, one expert a tensor": Case(
         (*CUDA, *SERVE, "{}/gpt oss single", "-dp", "2"), will="F3a F3c F3g", may="F1c"
+    ),
+    "a model of its own kind": Case(
+        (*CUDA, *SERVE, "{}/unknown kind", "-dp", "2", "--trust-remote-code", "--api-key=SECRET"),
+        says=("vLLM cannot read the configuration without", '"experts": 16', '"hidden": 256'),
+    ),
+    "configuration elsewhere": Case(
+        (*CUDA, *SERVE, "{}/dense", "--hf-config-path", "{}/qwen3 moe", "-dp=3"),
+        code=1,
+        says=('"experts": 16', "cannot be cut over 3 ranks"),
+    ),
+    "overridden configuration": Case(
+        (
+            *(*CUDA, *SERVE, "{}/qwen3 moe", "-dp=3"),
+            *("--hf-overrides", '{"moe_intermediate_size": 768}'),
+        ),
+        says=('"expert_widths": [768]',),
     ),
     "dense": Case(
         (*CUDA, *SERVE, "{}/dense", "-dp", "2", "--quantization", "fp8"),
@@ -245,6 +262,9 @@ def _write_models(directory: Path) -> None:
     write("gpt oss", models.GPT_OSS, models.gpt_oss_experts(256, 704, 8))
     write("gpt oss single", models.GPT_OSS, packed)
     write("dense", models.LLAMA)
+    own = {"model_type": "own_kind", "auto_map": {"AutoConfig": "own.Config"}}
+    write("unknown kind", models.QWEN3_MOE | own)
+    (directory / "unknown kind" / "own.py").write_text("raise SystemExit('own code was run')")
     write("broken config", models.LLAMA)
     (directory / "broken config" / "config.json").write_text('{"model_type": ')
     write("broken header", models.LLAMA, packed)
@@ -268,17 +288,9 @@ def reports_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict
                 if _is_in(name, release)
             }
             cases.write_text(json.dumps(words))
-            path = os.pathsep.join((str(ROOT), str(tree_of(release))))
-            settings = {
-                "PYTHONPATH": path,
-                "OMP_NUM_THREADS": "1",
-                "HF_HOME": str(home),
-                "COLUMNS": "200",
-            }
-            kept = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
             run = subprocess.run(
                 [sys.executable, str(ROOT / "tests/doctor/run_cases.py"), cases, output],
-                env=kept | settings,
+                env=_environ(home, ROOT, tree_of(release)),
                 capture_output=True,
                 text=True,
                 timeout=600,
@@ -288,6 +300,41 @@ def reports_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict
         return found[release]
 
     return reports
+
+
+@pytest.mark.parametrize("release", [RELEASES[0], RELEASES[-1]])
+def test_cuda_without_a_gpu(release: str, tmp_path: Path) -> None:
+    """A vLLM that is not for the CPU and finds nothing else: judged as on CUDA."""
+    info = tmp_path / f"vllm-{release}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {release}\n")
+    model = models.write_model(tmp_path / "model", models.QWEN3_MOE)
+    run = subprocess.run(
+        [
+            *(sys.executable, "-m", "vllm_moe_dp_fix.cli", "doctor", "--json", "--"),
+            *("vllm", "serve", model, "-dp", "2", "--quantization", "fp8"),
+        ],
+        env=_environ(tmp_path, tmp_path, ROOT, tree_of(release)),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    document = json.loads(run.stdout)
+    assert run.returncode == 0, document["error"]
+    assert document["vllm"]["platform"] == "unspecified"
+    assert document["memory"]["usable"] is None
+    verdicts = {fault["id"]: fault["verdict"] for fault in document["faults"]}
+    assert (verdicts["F1a"], verdicts["F2d"]) == ("will hit", "will not")
+
+
+def _environ(home: Path, *path: Path) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
+    return kept | {
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "OMP_NUM_THREADS": "1",
+        "HF_HOME": str(home),
+        "COLUMNS": "200",
+    }
 
 
 def _is_in(name: str, release: str) -> bool:
@@ -303,6 +350,7 @@ def test_doctor(release: str, name: str, reports_of: Callable[[str], dict[str, A
     said = found["said"]
     assert found["code"] == case.code, said
     assert found["errors"] == ""
+    assert "SECRET" not in said
     if case.words[0] == "--json":
         document = json.loads(said)
         _check(document, case, release)

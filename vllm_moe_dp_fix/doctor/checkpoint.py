@@ -59,6 +59,7 @@ class Checkpoint(NamedTuple):
     """What the files of a model say.
 
     Attributes:
+        directory: Where ``config.json`` lies; the weights may lie in another one.
         config: ``config.json``.
         quantization: How the checkpoint is quantized, in its own words, or None.
         tensors: All tensors; empty where there are no safetensors files.
@@ -99,15 +100,11 @@ def read(directory: Path, config_directory: Path | None = None) -> Checkpoint:
     Raises:
         CheckpointError: A file is missing or broken.
     """
-    config_directory = config_directory or directory
-    config = _json(config_directory / CONFIG)
+    home = config_directory or directory
+    config = _json(home / CONFIG)
     if not (config.get("model_type") or config.get("architectures")):
-        raise CheckpointError(
-            f"{config_directory / CONFIG} names neither model_type nor architectures"
-        )
-    return Checkpoint(
-        directory, config, _quantization(config_directory, config), tuple(_headers(directory))
-    )
+        raise CheckpointError(f"{home / CONFIG} names neither model_type nor architectures")
+    return Checkpoint(home, config, _quantization(home, config), tuple(_headers(directory)))
 
 
 def expert_tensors(tensors: Iterable[Tensor]) -> tuple[ExpertTensor, ...]:

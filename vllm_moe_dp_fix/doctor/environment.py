@@ -33,14 +33,24 @@ def collect() -> dict[str, Any]:
     }
 
 
+@functools.cache
 def platform() -> str:
-    """vLLM's name of the platform; ``cuda`` where it finds none, as on a machine without GPU."""
-    from vllm.platforms import current_platform
+    """vLLM's name of the platform, '' where it finds none: one for CUDA without a GPU, say.
 
+    vLLM cannot parse a command then; its CPU platform takes the place, as in ``vllm bench``.
+    """
+    from vllm import platforms
+
+    current = platforms.current_platform
     for name in ("cuda", "rocm", "cpu", "xpu", "tpu"):
-        if getattr(current_platform, f"is_{name}", bool)():
+        if getattr(current, f"is_{name}", bool)():
             return name
-    return current_platform.device_type or "cuda"
+    if current.is_unspecified():
+        from vllm.platforms.cpu import CpuPlatform
+
+        platforms.current_platform = CpuPlatform()
+        return ""
+    return str(current.device_type)
 
 
 def capability() -> tuple[int, int] | None:

@@ -26,7 +26,8 @@ from vllm_moe_dp_fix.registry import FIX_IDS
 from vllm_moe_dp_fix.replicas import choice, memory
 
 SCHEMA = 1
-_DTYPE_BYTES = {"float32": 4, "float": 4}
+# Weights -> a method from whose name ``replicas.memory`` tells their size.
+_SIZES_OF = {"nvfp4": "modelopt_fp4", "mxfp4": "mxfp4", "fp8": "fp8", "mxfp8": "fp8"}
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
@@ -91,51 +92,47 @@ def _fill(document: dict[str, Any], words: Sequence[str], platform: str | None) 
     # Strict mode stops a process; here what stops it is part of the report.
     is_strict = settings.read(FIX_IDS).strict
     os.environ.pop(settings.STRICT, None)
-    document["command"] = {**typed._asdict(), "model": None, "directory": None}
     try:
         host = detect()
     except Exception as error:
         raise CommandError(f"vLLM cannot be imported: {error!r}") from error
+    here = environment.platform()
     arguments = command.parse(typed.arguments)
-    document["command"]["model"] = arguments.model
-
+    # Neither values nor arguments: there may be keys among them.
+    document["command"] = {"environment": sorted(typed.environment), "model": arguments.model}
     found = _read(arguments)
     document["command"]["directory"] = str(found.directory)
+
     seen = status.collect().document
-    document["vllm"] = seen["vllm"]
-    document["problems"] += seen["problems"]
+    document["vllm"] = seen["vllm"] | {"platform": here or "unspecified"}
     around = document["environment"] = environment.collect()
-    by_fault = {fault["id"]: (fix, fault) for fix in seen["fixes"] for fault in fix["faults"]}
+    fixes = {fault["id"]: (fix, fault) for fix in seen["fixes"] for fault in fix["faults"]}
     unoffered = environment.unoffered(around["plugins"])
 
     model = _model(found, arguments)
     facts = _facts(host.version, arguments, found, model, platform, around)
-    is_applied = (
-        by_fault["F1d"][1]["outcome"] == Outcome.APPLIED.value
-        and "moe_dp_dispatch" not in unoffered
-    )
-    layout = _layout(model, arguments, facts, is_applied)
+    is_applied = fixes["F1d"][1]["outcome"] == Outcome.APPLIED.value
+    layout = _layout(model, arguments, facts, is_applied and "moe_dp_dispatch" not in unoffered)
     facts = layout.facts
-    document["refusals"] += [*verdicts.obstacles(facts), *layout.refusals]
-    document["problems"] += layout.problems
-    document["problems"] += schemes.conflict(found.quantization, arguments.quantization)
-    document["model"] = _model_document(found, model, facts)
-    document["parallel"] = {
-        "data": facts.dp,
-        "tensor": facts.tp,
-        "pipeline": facts.pp,
-        "prefill_context": facts.pcp,
-        "expert_parallel": facts.expert_parallel,
-        "expert_tp": facts.expert_tp if facts.experts else None,
-        "experts": "replicated" if facts.replicated else "sharded",
-    }
-    document["memory"] = _memory(model, found, facts)
     findings = {
         fault_id: verdicts.judge(fault_id, facts, fault["affected"])
-        for fault_id, (_, fault) in by_fault.items()
+        for fault_id, (_, fault) in fixes.items()
     }
-    document["faults"] = list(_faults(findings, by_fault, unoffered))
-    document["refusals"] += [found.refusal for found in findings.values() if found.refusal]
+    document["model"] = _model_document(found, model, facts)
+    document["parallel"] = _parallel_document(facts)
+    document["memory"] = _memory(model, found, facts)
+    document["faults"] = list(_faults(findings, fixes, unoffered))
+    document["problems"] += [
+        *seen["problems"],
+        *model.problems,
+        *layout.problems,
+        *schemes.conflict(found.quantization, arguments.quantization),
+    ]
+    document["refusals"] += [
+        *verdicts.obstacles(facts),
+        *layout.refusals,
+        *(finding.refusal for finding in findings.values() if finding.refusal),
+    ]
     if is_strict:
         document["refusals"] += _stopped_by_strict_mode(document, facts)
 
@@ -157,26 +154,28 @@ def _model(found: Checkpoint, arguments: argparse.Namespace) -> _Model:
     """
     overrides = arguments.hf_overrides if isinstance(arguments.hf_overrides, dict) else {}
     config = found.config | overrides
-    text = SimpleNamespace(**checkpoint.text_config(config))
-    with contextlib.suppress(Exception):
+    problems = []
+    try:
         from vllm.transformers_utils.config import get_config, get_hf_text_config
 
-        where = getattr(arguments, "hf_config_path", None) or str(found.directory)
-        read = get_config(where, trust_remote_code=False, hf_overrides_kw=overrides)
-        text = get_hf_text_config(read)
+        text = get_hf_text_config(
+            get_config(str(found.directory), trust_remote_code=False, hf_overrides_kw=overrides)
+        )
+    except Exception as error:
+        text = SimpleNamespace(**checkpoint.text_config(config))
+        reason = " ".join(str(error).split())[:200]
+        problems = [f"vLLM cannot read the configuration without the model's own code: {reason}"]
     scheme = schemes.of(found.quantization, arguments.quantization, config)
-    stated = next((c.get(k) for c in (config, vars(text)) for k in ("dtype", "torch_dtype")), None)
-    dtype = str(stated if arguments.dtype == "auto" else arguments.dtype).removeprefix("torch.")
-    is_wide = dtype in _DTYPE_BYTES and arguments.dtype != "auto"  # else vLLM narrows it
-    weights = {"nvfp4": "modelopt_fp4", "mxfp4": "mxfp4", "fp8": "fp8", "mxfp8": "fp8"}
     return _Model(
         hf_text_config=text,
         hf_config=SimpleNamespace(quantization_config=found.quantization),
-        dtype=SimpleNamespace(itemsize=4 if is_wide else 2),
-        quantization=weights.get(scheme.weights or "", scheme.method),
+        # vLLM narrows a checkpoint in float32, unless that is asked for.
+        dtype=SimpleNamespace(itemsize=4 if arguments.dtype in ("float", "float32") else 2),
+        quantization=_SIZES_OF.get(scheme.weights or "", scheme.method),
         model_type=str(config.get("model_type") or config["architectures"][0]),
         scheme=scheme,
         is_moe=bool(memory.expert_count(text)),
+        problems=problems,
     )
 
 
@@ -194,7 +193,7 @@ def _facts(
     eplb, nixl = getattr(arguments, "eplb_config", None), around["nixl"]
     return Facts(
         version=version,
-        platform=platform or here,
+        platform=platform or here or "cuda",
         capability=environment.capability() if platform in (None, here) else None,
         model_type=model.model_type,
         experts=model.get_num_experts(),
@@ -314,6 +313,18 @@ def _model_document(found: Checkpoint, model: _Model, facts: Facts) -> dict[str,
     }
 
 
+def _parallel_document(facts: Facts) -> dict[str, Any]:
+    return {
+        "data": facts.dp,
+        "tensor": facts.tp,
+        "pipeline": facts.pp,
+        "prefill_context": facts.pcp,
+        "expert_parallel": facts.expert_parallel,
+        "expert_tp": facts.expert_tp if facts.experts else None,
+        "experts": "replicated" if facts.replicated else "sharded",
+    }
+
+
 def _memory(model: _Model, found: Checkpoint, facts: Facts) -> dict[str, Any] | None:
     """The weights on a GPU in bytes, with the experts sharded and replicated."""
     try:
@@ -338,11 +349,11 @@ def _memory(model: _Model, found: Checkpoint, facts: Facts) -> dict[str, Any] | 
 
 
 def _faults(
-    findings: Mapping[str, Finding], by_fault: Mapping[str, Any], unoffered: set[str]
+    findings: Mapping[str, Finding], fixes: Mapping[str, Any], unoffered: set[str]
 ) -> Iterator[dict[str, Any]]:
     repaired: dict[str, bool] = {}
     for fault_id, finding in sorted(findings.items()):
-        fix, fault = by_fault[fault_id]
+        fix, fault = fixes[fault_id]
         outcome = Outcome(fault["outcome"])
         is_active = fix["id"] not in unoffered
         is_repaired = is_active and outcome in (Outcome.APPLIED, Outcome.HEALTHY)
