@@ -238,6 +238,20 @@ MODELS: dict[str, tuple[PretrainedConfig, int]] = {
         ),
         16,
     ),
+    "gemma4, heads of two widths": (
+        Gemma4TextConfig(
+            **SMALL,
+            enable_moe_block=True,
+            num_experts=16,
+            moe_intermediate_size=128,
+            intermediate_size=512,
+            global_head_dim=64,
+            hidden_size_per_layer_input=0,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            top_k_experts=2,
+        ),
+        16,
+    ),
 }
 
 

@@ -327,11 +327,9 @@ def _parallel_document(facts: Facts) -> dict[str, Any]:
 
 def _memory(model: _Model, found: Checkpoint, facts: Facts) -> dict[str, Any] | None:
     """The weights on a GPU in bytes, with the experts sharded and replicated."""
-    try:
+    weights, source = None, "configuration"
+    with contextlib.suppress(Exception):  # configurations differ in what they name
         weights = memory.weights(model)
-    except (memory.UnknownSizeError, AttributeError, TypeError, ZeroDivisionError):
-        weights = None
-    source = "configuration"
     if found.tensors and facts.loads and not facts.scheme.is_online:
         experts = sum(t.tensor.size for t in facts.tensors or ())
         total = sum(tensor.size for tensor in found.tensors)

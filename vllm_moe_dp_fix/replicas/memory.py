@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 _GIB = 2**30
@@ -87,13 +88,10 @@ def weights(model_config: Any) -> Weights:
     experts = sparse * model_config.get_num_experts() * 3 * hidden * width
     shared = _first(config, _SHARED_EXPERTS) * width
     shared = shared or _first(config, ("shared_expert_intermediate_size",))
-    heads = config.num_attention_heads
-    key_value_heads = _first(config, ("num_key_value_heads",)) or heads
-    head = _first(config, ("head_dim", "v_head_dim")) or hidden // heads
     others = (
         sparse * 3 * hidden * shared
         + dense * 3 * hidden * _first(config, ("intermediate_size",))
-        + layers * 2 * hidden * head * (heads + key_value_heads)
+        + sum(_attention(layer, hidden) for layer in _layers(config, layers))
         + config.vocab_size * hidden * (1 if getattr(config, "tie_word_embeddings", False) else 2)
     )
     dtype_bits = model_config.dtype.itemsize * 8
@@ -111,6 +109,20 @@ def expert_count(config: Any) -> int:
     return max(_numbers(config, _EXPERT_COUNTS), default=0)
 
 
+def _layers(config: Any, layers: int) -> list[Any]:
+    """A configuration for each layer; those of Gemma 4, for instance, differ."""
+    if getattr(config, "is_heterogeneous", False):
+        return list(config.per_layer_config)
+    return [config] * layers
+
+
+def _attention(config: Any, hidden: int) -> int:
+    heads = config.num_attention_heads
+    key_value_heads = _first(config, ("num_key_value_heads",)) or heads
+    head = _first(config, ("head_dim", "v_head_dim")) or hidden // heads
+    return int(2 * hidden * head * (heads + key_value_heads))
+
+
 def _sparse_layers(config: Any, layers: int) -> int:
     """The layers that have experts."""
     each = getattr(config, "moe_layer_freq", None)
@@ -123,22 +135,25 @@ def _sparse_layers(config: Any, layers: int) -> int:
 
 def _first(config: Any, names: tuple[str, ...]) -> int:
     """The first of these entries that is a number and not 0, or 0."""
-    for name in names:
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value:
-            return value
-    return 0
+    return max(_numbers(config, names), default=0)
 
 
 def _numbers(config: Any, names: tuple[str, ...]) -> tuple[int, ...]:
     """The first of these entries that holds numbers but 0: one, or a list by layer."""
     for name in names:
-        value = getattr(config, name, None)
-        values = value if isinstance(value, list | tuple) else [value]
+        values = _values(config, name)
         found = {number for number in values if isinstance(number, int) and number}
         if found:
             return tuple(sorted(found))
     return ()
+
+
+def _values(config: Any, name: str) -> Sequence[Any]:
+    try:
+        value = getattr(config, name, None)
+    except RuntimeError:  # transformers will not say what differs from layer to layer
+        return [getattr(layer, name, None) for layer in config.per_layer_config]
+    return value if isinstance(value, list | tuple) else [value]
 
 
 def _weight_bits(model_config: Any) -> float | None:

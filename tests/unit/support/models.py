@@ -90,9 +90,9 @@ GEMMA4_TEXT = SIZES | {
     "top_k_experts": 2,
     "moe_intermediate_size": 704,
     "intermediate_size": 512,
-    "global_head_dim": 32,
+    "global_head_dim": 64,
     "hidden_size_per_layer_input": 0,
-    "layer_types": ["full_attention"] * 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
 GEMMA4 = {
     "model_type": "gemma4",
