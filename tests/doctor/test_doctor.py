@@ -327,6 +327,43 @@ def test_cuda_without_a_gpu(release: str, tmp_path: Path) -> None:
     assert (verdicts["F1a"], verdicts["F2d"]) == ("will hit", "will not")
 
 
+STRANGER = """
+import functools
+
+def run():
+    from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
+    original = CudaCommunicator.all_gatherv
+
+    @functools.wraps(original)
+    def all_gatherv(self, input_, dim=0, sizes=None):
+        return original(self, input_, dim, sizes)
+
+    CudaCommunicator.all_gatherv = all_gatherv
+"""
+
+
+def test_a_function_of_somebody_else(tmp_path: Path) -> None:
+    """A plugin of another package that replaces what a fix replaces is named."""
+    (tmp_path / "stranger.py").write_text(STRANGER)
+    info = tmp_path / "stranger-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nstranger = stranger:run\n")
+    model = models.write_model(tmp_path / "model", models.QWEN3_MOE)
+    run = subprocess.run(
+        [sys.executable, "-m", "vllm_moe_dp_fix.cli", "doctor", "--json", "--", model],
+        env=_environ(tmp_path, tmp_path, ROOT, tree_of(RELEASES[-1])),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    around = json.loads(run.stdout)["environment"]
+    (other,) = around["others"]
+    assert other["target"] == "CudaCommunicator.all_gatherv"
+    assert other["owner"].startswith("stranger (")
+    assert ("stranger", False) in [(plugin["name"], plugin["ours"]) for plugin in around["plugins"]]
+
+
 def _environ(home: Path, *path: Path) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
     return kept | {
