@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import http.client
 import inspect
+import itertools
 import json
 import os
 import re
@@ -40,6 +41,8 @@ ANSWER_TIMEOUT_S = 180
 STOP_TIMEOUT_S = 8
 TAIL_LINES = 30
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "vllm-moe-dp-fix", "demo")
+
+_PORTS = itertools.count(20_000 + 60 * (os.getpid() % 150), step=10)
 
 # (prompt tokens, answer tokens): unequal, so that the ranks' steps differ
 REQUESTS = ((3, 8), (50, 8), (7, 20), (90, 30), (1, 5), (33, 17))
@@ -233,10 +236,14 @@ def serve(model: Path, lane: Lane, name: str, ranks: int, plugins: str) -> Itera
         _stop(process)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port(count: int = 1) -> int:
+    """The first of ``count`` free ports, below those that the system hands out by itself."""
+    for first in _PORTS:
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+    raise AssertionError("the ports do not end")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

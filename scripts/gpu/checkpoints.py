@@ -33,9 +33,30 @@ def with_outliers(kind: str, lane: demo.Lane, expert: int | None = None) -> Path
         rows = tensors[name][FIRST_OUTLIER:]
         rows *= 0.02
         rows[:, _CHANNEL] = _SIZE
+        if kind == "gemma4-moe":
+            _uncover_experts(tensors)
         return tensors
 
     return _derived(demo.make_model(kind, lane), "outliers", change, None)
+
+
+def _uncover_experts(tensors: Tensors) -> None:
+    """Makes Gemma 4 say what its experts do.
+
+    Its head is the embedding, where the outlier would be all that shows, and a norm behind the
+    experts takes every wrong factor away but for what the activation function makes of it.
+    """
+    for name, tensor in tensors.items():
+        if name.endswith("model.norm.weight"):
+            tensor[_CHANNEL] = 0
+        elif name.endswith("experts.gate_up_proj"):
+            tensor[:, : tensor.shape[1] // 2] *= 0.1
+        elif name.endswith("post_feedforward_layernorm_2.weight"):
+            tensor *= 2
+        elif name.endswith(
+            ("post_attention_layernorm.weight", "post_feedforward_layernorm_1.weight")
+        ):
+            tensor *= 0.5
 
 
 def static_fp8(source: Path) -> Path:

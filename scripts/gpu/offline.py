@@ -26,7 +26,7 @@ from scripts import demo
 from scripts.gpu.checkpoints import FIRST_OUTLIER
 
 MARK = "FOUND "
-TIMEOUT_S = 240
+TIMEOUT_S = 300
 GRACE_S = 15  # for the peers of a rank that has failed
 ANSWER_TOKENS = 4
 
@@ -73,7 +73,7 @@ def generate(
         rounds: How often each shape is asked for; the last counts.
         options: Of ``LLM``.
     """
-    port = demo.free_port()
+    port = demo.free_port(2)  # one for the engines, the next for their workers
     logs = [demo.CACHE / f"{model.name}-{name}-{rank}.log" for rank in range(ranks)]
     processes = []
     for rank, log in enumerate(logs):

@@ -14,12 +14,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import itertools
 import json
 import math
 import os
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -28,26 +30,31 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts import demo
 from scripts.gpu import checkpoints, machine, offline
+from scripts.gpu.checkpoints import FIRST_OUTLIER
+from vllm_moe_dp_fix import settings
 from vllm_moe_dp_fix.host import detect
 from vllm_moe_dp_fix.releases import AFFECTED
 
 PARTS = ("serve", "offline", "schemes", "replicas", "nixl", "bits")
 CPU_PARTS = ("serve", "offline", "replicas")
 PLUGINS = "moe_dp_dispatch,moe_dp_all_gather,mxfp4_weight_loader,nixl_eplb_validator"
-AT_ONCE = 6
-SCRIPT_TIMEOUT_S = 200
+AT_ONCE = 10
+SCRIPT_TIMEOUT_S = 300
+LEAD_S = 0.2  # in which rank 0's answer begins
 MARK = "FOUND "
 
-# A distance to BF16 is right up to that of one rank, some more, and what rounding alone makes.
-MORE, ROUNDING = 1.5, 0.02
-# Offline, the same rows share a scale on two ranks and on one: far closer to each other.
-AS_ONE_RANK = 0.25
+# How far logprobs may be from those of one rank with the same quantization, in units of what that
+# quantization is from BF16, beside what rounding alone makes. Two ranks are not one: weights, and
+# activations between the two projections, have a scale a shard, and rows that are batched together
+# share one. A simulation of these checkpoints gave up to 0.43 where all is right, and 0.93 and more
+# with the fault.
+AS_ONE_RANK, ROUNDING = 0.6, 0.02
+AS_BF16 = 2.0
 
 GRAPH_SIZES = [1, 2, 4, 8, 16, 32, 64]
 MODES: dict[str, dict[str, Any]] = {
@@ -68,12 +75,18 @@ class Finding:
 
 @dataclass(frozen=True)
 class Case:
-    """``run`` takes the plugins to load, and finds something for each of ``names``."""
+    """Something that is right with the plugin, and wrong without it where the release has a fault.
+
+    Attributes:
+        run: Takes the plugins to load, and finds something for each of ``names``.
+        releases: Where the fault shows here (PEP 440), if not in all that have it.
+    """
 
     part: str
     fault: str
     names: tuple[str, ...]
     run: Callable[[str], Sequence[Finding]]
+    releases: str = ""
 
 
 def main() -> int:
@@ -111,12 +124,12 @@ def _prove(cases: Sequence[Case], pool: ThreadPoolExecutor) -> Iterator[dict[str
     ]
     host = detect()
     for case, (without, with_) in running:
-        is_affected = host.is_affected(AFFECTED[case.fault]) is not False
+        is_affected = host.is_affected(case.releases or AFFECTED[case.fault]) is not False
         for name, before, after in zip(case.names, without.result(), with_.result(), strict=True):
             yield {
                 "part": case.part,
                 "case": name,
-                "fault": case.fault if is_affected else f"{case.fault}, not in this release",
+                "fault": case.fault if is_affected else f"{case.fault}, which does not show here",
                 "proven": after.right and before.right != is_affected,
                 "without": asdict(before),
                 "with": asdict(after),
@@ -145,13 +158,19 @@ def _show(case: dict[str, Any]) -> None:
 
 
 class References:
-    """One rank in BF16, and with a quantization that it can do right; each is run once."""
+    """What one rank makes of a model, each run once, as soon as a judge is made that needs it."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self._pool = pool
         self._runs: dict[tuple[Any, ...], Any] = {}
 
-    def start(self, model: Path, quantization: str | None = None, plugins: str = "") -> None:
+    def judge(self, plain: Path, model: Path, quantization: str | None, plugins: str = "") -> Judge:
+        """Of ``model``, quantized so; one rank may need plugins for it."""
+        self._start(plain, None, "")
+        self._start(model, quantization, plugins)
+        return Judge(self, plain, model, quantization)
+
+    def _start(self, model: Path, quantization: str | None, plugins: str) -> None:
         key = (model, quantization)
         if key not in self._runs:
             gpu = {"CUDA_VISIBLE_DEVICES": str(len(self._runs) % 2)}
@@ -181,15 +200,13 @@ class Judge:
     model: Path
     quantization: str | None
 
-    def __call__(self, shape: str, logprobs: offline.Logprobs, as_one_rank: bool) -> Finding:
+    def __call__(self, shape: str, logprobs: offline.Logprobs) -> Finding:
         plain = self.references.get(self.plain).logprobs[shape]
         quantized = self.references.get(self.model, self.quantization).logprobs[shape]
         own = _distance(quantized, plain)
         distance, apart = _distance(logprobs, plain), _distance(logprobs, quantized)
-        right = distance <= MORE * own + ROUNDING
-        if as_one_rank:
-            right = right and apart <= AS_ONE_RANK * own + ROUNDING
-        said = f"to BF16 {distance:.3f}, one rank {own:.3f}; to that one rank {apart:.3f}"
+        right = apart <= AS_ONE_RANK * own + ROUNDING and distance <= AS_BF16 * own + ROUNDING
+        said = f"{apart:.3f} from one rank, {distance:.3f} from BF16; one rank from that {own:.3f}"
         return Finding(right, said)
 
 
@@ -210,32 +227,30 @@ def _cases(parts: Sequence[str], references: References, on_cpu: bool) -> list[C
     lane = demo.CPU if on_cpu else demo.CUDA
     fp8 = None if on_cpu else "fp8"
     models = {kind: checkpoints.with_outliers(kind, lane) for kind in demo.MODELS}
-    for model in models.values():
-        references.start(model)
-        references.start(model, fp8)
     modes = ("eager",) if on_cpu else tuple(MODES)
     layouts = ("sharded",) if on_cpu else ("sharded", "expert parallel")
     cases = []
-    for part in ("serve", "offline"):
-        shapes = ("unequal",) if part == "serve" else ("equal", "unequal")
+    for part, run in (("serve", _serve), ("offline", _offline)):
+        shapes = ("unequal",) if part == "serve" else tuple(offline.PROMPTS)
+        for kind, mode, layout in itertools.product(models, modes, layouts):
+            if part in parts:
+                judge = references.judge(models[kind], models[kind], fp8)
+                name = f"{kind}, FP8, {layout}, {mode}"
+                names = tuple(f"{name}, {shape} ranks" for shape in shapes)
+                fault = "F2d" if on_cpu else "F1a"
+                cases.append(Case(part, fault, names, partial(run, judge, mode, layout)))
+    if "replicas" in parts:
         for kind, model in models.items():
-            for mode in modes:
-                for layout in layouts:
-                    name = f"{kind}, FP8, {layout}, {mode}"
-                    judge = Judge(references, model, model, fp8)
-                    run = partial(_serve if part == "serve" else _offline, judge, mode, layout)
-                    names = tuple(f"{name}, {shape} ranks" for shape in shapes)
-                    cases.append(Case(part, "F2d" if on_cpu else "F1a", names, run))
-    for kind, model in models.items():
-        run = partial(_replicated, Judge(references, model, model, fp8))
-        cases.append(Case("replicas", "F1d", (f"{kind}, FP8, replicated experts",), run))
-    if not on_cpu:
-        cases += _scheme_cases(references, models["qwen3-moe"]) if "schemes" in parts else []
-        cases += _nixl_cases(Judge(references, models["qwen3-moe"], models["qwen3-moe"], fp8))
-        cases.append(
-            Case("bits", "F1a", ("rows and scale as vLLM's quantizer on one rank",), _bits)
-        )
-    return [case for case in cases if case.part in parts]
+            run_one = partial(_replicated, references.judge(model, model, fp8))
+            cases.append(Case("replicas", "F1d", (f"{kind}, FP8, replicated experts",), run_one))
+    qwen = models[demo.MODELS[0]]
+    if "schemes" in parts:
+        cases += _scheme_cases(references, qwen)
+    if "nixl" in parts:
+        cases += _nixl_cases(references.judge(qwen, qwen, fp8))
+    if "bits" in parts:
+        cases.append(Case("bits", "F1a", ("rows and scale as one rank's quantizer",), _bits))
+    return cases
 
 
 def _options(quantization: str | None, mode: str, layout: str = "sharded") -> dict[str, Any]:
@@ -254,7 +269,7 @@ def _offline(judge: Judge, mode: str, layout: str, plugins: str) -> list[Finding
     name = f"{layout}-{mode}-{bool(plugins)}".replace(" ", "-")
     run = offline.generate(judge.model, 2, plugins, name, **options)
     return [
-        judge(shape, run.logprobs[shape], True)
+        judge(shape, run.logprobs[shape])
         if shape in run.logprobs
         else Finding(False, (run.errors or ["no answer"])[0])
         for shape in offline.PROMPTS
@@ -266,10 +281,16 @@ def _serve(judge: Judge, mode: str, layout: str, plugins: str) -> list[Finding]:
 
 
 def _served(
-    judge: Judge, options: dict[str, Any], plugins: str, name: str, log: str = ""
+    judge: Judge,
+    options: dict[str, Any],
+    plugins: str,
+    name: str,
+    environ: dict[str, str] | None = None,
+    log: str = "",
 ) -> list[Finding]:
-    """All requests at once, to ``vllm serve``; ``log`` is what its log must say to be right."""
-    flags = [*("--max-model-len", "128", "--max-num-seqs", "32"), "--no-enable-prefix-caching"]
+    """``vllm serve``; ``log`` is what its log must say to be right."""
+    flags = ["--max-model-len", "128", "--max-num-seqs", "32", "--no-enable-prefix-caching"]
+    flags += ["--api-server-count", "1"]
     for key, value in options.items():
         flag = "--" + key.replace("_", "-")
         if isinstance(value, bool):
@@ -277,37 +298,49 @@ def _served(
         else:
             flags += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
     picked = demo.pick_lane()
-    lane = dataclasses.replace(picked, flags=tuple(flags))
+    environ = {**picked.environ, **(environ or {})}
+    lane = dataclasses.replace(picked, flags=tuple(flags), environ=environ)
     name = f"{name}-{bool(plugins)}".replace(" ", "-")
-    asked = [(rank, prompt) for rank in range(2) for prompt in offline.prompts("unequal", rank)]
     with demo.serve(judge.model, lane, name, 2, plugins) as server:
         server.wait_until_healthy(quiet=True)
         try:
-            with ThreadPoolExecutor(len(asked)) as pool:
-                found = list(pool.map(partial(_ask, server), *zip(*asked, strict=True)))
+            logprobs = _ask_both(server)
         except OSError as failure:
             said = demo.last_error(server, lane) or "; ".join(server.lines(r"\w+Error\b")[-1:])
             return [Finding(False, f"{failure}: {said[-300:]}")]
         text = server.text
-    logprobs: offline.Logprobs = [[], []]
-    for (rank, _), values in zip(asked, found, strict=True):
-        logprobs[rank] += values
-    finding = judge("unequal", logprobs, False)
+    finding = judge("unequal", logprobs)
     if log not in text:
         finding = Finding(False, f"the log does not say {log!r}; {finding.said}")
     return [finding]
 
 
+def _ask_both(server: demo.Server) -> offline.Logprobs:
+    """Rank 1 is asked while rank 0 answers: its rows are always batched with outliers."""
+    asked = [[(rank, prompt) for prompt in offline.prompts("unequal", rank)] for rank in range(2)]
+    with ThreadPoolExecutor(sum(map(len, asked))) as pool:
+        running = [pool.submit(_ask, server, *request) for request in asked[0]]
+        time.sleep(LEAD_S)
+        running += [pool.submit(_ask, server, *request) for request in asked[1]]
+        found = [request.result() for request in running]
+    logprobs: offline.Logprobs = [[], []]
+    for (rank, _), values in zip(itertools.chain(*asked), found, strict=True):
+        logprobs[rank] += values
+    return logprobs
+
+
 def _ask(server: demo.Server, rank: int, prompt: list[int]) -> list[float]:
-    """The logprobs of the prompt's tokens."""
+    """The logprobs of the prompt's tokens; rank 0 goes on with outliers for a while."""
     body = {
         "model": "demo",
         "prompt": prompt,
-        "max_tokens": 8,
         "temperature": 0,
         "ignore_eos": True,
         "prompt_logprobs": 0,
+        "max_tokens": 8,
     }
+    if rank == 0:
+        body |= {"max_tokens": 110, "allowed_token_ids": list(range(FIRST_OUTLIER, 1000))}
     request = urllib.request.Request(
         f"http://127.0.0.1:{server.port}/v1/completions",
         json.dumps(body).encode(),
@@ -319,24 +352,21 @@ def _ask(server: demo.Server, rank: int, prompt: list[int]) -> list[float]:
 
 
 def _replicated(judge: Judge, plugins: str) -> list[Finding]:
-    with mock.patch.dict(os.environ, {"VLLM_MOE_DP_FIX_EXPERTS": "replicated"}):
-        options = _options(judge.quantization, "eager")
-        return _served(judge, options, plugins, "replicated", "2 independent replicas")
+    options, environ = _options(judge.quantization, "eager"), {settings.EXPERTS: "replicated"}
+    return _served(judge, options, plugins, "replicated", environ, "2 independent replicas")
 
 
 def _scheme_cases(references: References, plain: Path) -> list[Case]:
     """Quantized checkpoints, and BF16 that is quantized as it loads."""
     narrow = checkpoints.with_outliers("qwen3-moe", demo.CUDA, expert=352)  # 5.5 blocks a rank
     static, packed = checkpoints.static_fp8(plain), checkpoints.mxfp4(narrow)
-    references.start(narrow)
-    references.start(static)
-    for model, quantization in ((packed, None), (narrow, "mxfp4")):
-        references.start(model, quantization, PLUGINS)
     judges = {
-        ("F1b", "FP8 checkpoint with static scales"): Judge(references, plain, static, None),
-        ("F3b", "MXFP4 checkpoint, experts of 352"): Judge(references, narrow, packed, None),
-        ("F3f", "BF16 checkpoint with mxfp4, experts of 352"): Judge(
-            references, narrow, narrow, "mxfp4"
+        ("F1b", "FP8 checkpoint with static scales"): references.judge(plain, static, None),
+        ("F3b", "MXFP4 checkpoint, experts of 352"): references.judge(
+            narrow, packed, None, PLUGINS
+        ),
+        ("F3f", "BF16 checkpoint with mxfp4, experts of 352"): references.judge(
+            narrow, narrow, "mxfp4", PLUGINS
         ),
     }
     return [
@@ -345,6 +375,8 @@ def _scheme_cases(references: References, plain: Path) -> list[Case]:
             fault,
             tuple(f"{name}, {shape} ranks" for shape in offline.PROMPTS),
             partial(_offline, judge, "eager", "sharded"),
+            # From 0.22.0 Triton's experts take the scale from elsewhere where it is lost.
+            releases="<0.22" if fault == "F1b" else "",
         )
         for (fault, name), judge in judges.items()
     ]
@@ -394,15 +426,16 @@ def _nixl_cases(judge: Judge) -> list[Case]:
 def _moved(judge: Judge, plugins: str) -> list[Finding]:
     """The logprobs are still those of one rank once experts have moved between ranks."""
     options = _options(judge.quantization, "eager", "expert parallel")
-    settings = {"window_size": 4, "step_interval": 4, "num_redundant_experts": 4}
-    options |= {"enable_eplb": True, "eplb_config": {**settings, "communicator": "nixl"}}
+    balancing: dict[str, Any] = {"window_size": 4, "step_interval": 4, "num_redundant_experts": 4}
+    balancing |= {"communicator": "nixl", "use_async": False}  # only then the log says when
+    options |= {"enable_eplb": True, "eplb_config": balancing}
     run = offline.generate(
         judge.model, 2, plugins, f"eplb-{bool(plugins)}", ("unequal",), rounds=6, **options
     )
     if "unequal" not in run.logprobs:
         return [Finding(False, (run.errors or ["no answer"])[0])]
     times = run.log.count("Rearranged experts   in")
-    finding = judge("unequal", run.logprobs["unequal"], True)
+    finding = judge("unequal", run.logprobs["unequal"])
     return [Finding(finding.right and times > 0, f"moved {times} times; {finding.said}")]
 
 

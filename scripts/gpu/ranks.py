@@ -26,7 +26,9 @@ def spawn(function: Callable[..., list[Any]], *arguments: Any) -> list[list[Any]
     results: Any = mp.get_context("spawn").SimpleQueue()
     running = mp.spawn(_rank, (free_port(), results, function, arguments), RANKS, join=False)
     found: dict[int, list[Any]] = {}
-    while not running.join(timeout=0.2):  # raises where a rank has failed
+    is_done = False
+    while not is_done:
+        is_done = running.join(timeout=0.2)  # raises where a rank has failed
         while not results.empty():  # read as it comes: a full pipe stops the rank
             found.update([results.get()])
     return [found[rank] for rank in range(RANKS)]
