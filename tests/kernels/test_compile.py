@@ -38,21 +38,19 @@ kernels = {
     "mxfp4": (
         mxfp4._quantize,
         {"rows": rows, "packed": octets, "scales": octets, "count": count, "row_stride": count,
-         "column_stride": count, "packed_stride": count, "scale_stride": count},
-        {"HEIGHT": 2, "COLUMNS": 2048, "EVEN": True},
+         "packed_stride": count, "scale_stride": count},
+        {"column_stride": 1, "HEIGHT": 2, "COLUMNS": 2048, "EVEN": True},
     ),
 }
-for name, (kernel, signature, constants) in kernels.items():
-    # As the launcher tells it: pointers and sizes are multiples of 16, a stride of 1 is that.
-    known = {**constants, **({"column_stride": 1} if "column_stride" in signature else {})}
-    types = {key: "constexpr" if key in known else kind for key, kind in signature.items()}
-    types |= {key: "constexpr" for key in constants}
+for name, (kernel, known, constants) in kernels.items():
+    # As the launcher tells it: pointers and sizes are multiples of 16.
+    types = {argument: known.get(argument, "constexpr") for argument in kernel.arg_names}
     multiples = {
         (index,): [["tt.divisibility", 16]]
-        for index, kind in enumerate(types.values())
-        if kind != "constexpr"
+        for index, argument in enumerate(kernel.arg_names)
+        if argument in known
     }
-    source = ASTSource(kernel, types, known, multiples)
+    source = ASTSource(kernel, types, constants, multiples)
     target = GPUTarget("cuda", capability, 32)
     compiled = triton.compile(source, target=target, options={"num_warps": 8})
     print("FOUND " + json.dumps([name, compiled.asm["ptx"]]))

@@ -191,6 +191,8 @@ def test_as_one_rank_also_where_it_raises() -> None:
 
 SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "vocab_size": 512, "head_dim": 32}
 SMALL |= {"num_attention_heads": 8, "num_key_value_heads": 2}
+GEMMA4 = SMALL | {"num_experts": 16, "moe_intermediate_size": 128, "intermediate_size": 512}
+GEMMA4 |= {"enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0}
 MODELS: dict[str, tuple[PretrainedConfig, int]] = {
     "qwen3-moe": (Qwen3MoeConfig(**SMALL, num_experts=16, moe_intermediate_size=128), 16),
     "qwen2-moe, shared expert": (
@@ -226,29 +228,17 @@ MODELS: dict[str, tuple[PretrainedConfig, int]] = {
     ),
     "gemma4, dense beside experts": (
         Gemma4TextConfig(
-            **SMALL,
-            enable_moe_block=True,
-            num_experts=16,
-            moe_intermediate_size=128,
-            intermediate_size=512,
+            **GEMMA4,
             global_head_dim=32,
-            hidden_size_per_layer_input=0,
             layer_types=["full_attention"] * 4,
-            top_k_experts=2,
         ),
         16,
     ),
     "gemma4, heads of two widths": (
         Gemma4TextConfig(
-            **SMALL,
-            enable_moe_block=True,
-            num_experts=16,
-            moe_intermediate_size=128,
-            intermediate_size=512,
+            **GEMMA4,
             global_head_dim=64,
-            hidden_size_per_layer_input=0,
             layer_types=["sliding_attention", "full_attention"] * 2,
-            top_k_experts=2,
         ),
         16,
     ),

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import entry_points
 from types import FunctionType
@@ -139,7 +140,16 @@ def unoffered(found: list[dict[str, Any]]) -> set[str]:
 
 def others() -> list[dict[str, str]]:
     """Functions that the fixes replace, and that are neither vLLM's own nor this package's."""
-    found: dict[tuple[str, str], dict[str, str]] = {}
+    found = {
+        (target.path, owner): {"fix": fix_id, "target": target.path, "owner": owner}
+        for fix_id, target in _targets()
+        for owner in _foreign_owners(target)
+    }
+    return list(found.values())
+
+
+def _targets() -> Iterator[tuple[str, Target]]:
+    """What each fix replaces, where this vLLM has it."""
     for fix_id in FIX_IDS:
         for repair in load(fix_id).repairs:
             for patch in repair.patches:
@@ -148,19 +158,15 @@ def others() -> list[dict[str, str]]:
                 except Exception:
                     continue
                 target = find(patch, module)
-                for owner in _foreign_owners(target) if target else ():
-                    key = (target.path, owner) if target else ("", owner)
-                    found[key] = {"fix": fix_id, "target": key[0], "owner": owner}
-    return list(found.values())
+                if target is not None:
+                    yield fix_id, target
 
 
 def _foreign_owners(target: Target) -> Iterator[str]:
     """Who put a function in place, below what was put there by this package too."""
     function: Any = target.function
     while function is not None:
-        owner = Target(
-            target.path, target.owner, target.name, function, target.module
-        ).foreign_owner
+        owner = replace(target, function=function).foreign_owner
         if owner is not None and not _is_ours(function):
             yield owner
         function = getattr(function, "__wrapped__", None)

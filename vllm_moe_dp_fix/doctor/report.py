@@ -189,7 +189,6 @@ def _facts(
 ) -> Facts:
     config = model.hf_text_config
     here = environment.platform()
-    tensors = checkpoint.expert_tensors(found.tensors) if found.tensors else None
     eplb, nixl = getattr(arguments, "eplb_config", None), around["nixl"]
     return Facts(
         version=version,
@@ -209,7 +208,7 @@ def _facts(
         moe_backend=_moe_backend(arguments),
         fp8_dispatch=settings.fp8_dispatch(),
         scheme=model.scheme,
-        tensors=tensors or None,
+        tensors=checkpoint.expert_tensors(found.tensors) or None,
         loads=arguments.load_format != "dummy",
         lora=bool(arguments.enable_lora),
         eplb=bool(arguments.enable_eplb),

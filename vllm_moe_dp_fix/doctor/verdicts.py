@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from vllm_moe_dp_fix.releases import AFFECTED
 _FLOATS = ("BF16", "F16", "F32", "F64")
 _PACKED = ("U8", "I8", "F4")
 _BYTE_SCALES = ("U8", "F8_E8M0")
+_STACKED = "all experts of a layer are stacked in one tensor"
 _MARLIN = 128  # columns to which its experts are padded; the widest padding of a kernel is twice it
 _WEIGHT_ONLY_BACKENDS = ("marlin", "humming", "emulation", "cpu")
 
@@ -193,24 +195,6 @@ def _through_f1a(facts: Facts, evidence: str, remedy: str, at_most: Likelihood) 
     return Finding(likelihood, evidence, remedy, through="F1a")
 
 
-def _f2a(facts: Facts) -> Finding:
-    return _through_f1a(
-        facts,
-        "F1a's scale does not fit where the ranks hold unequally many tokens",
-        "checks every tensor before the NCCL group is opened",
-        Likelihood.WILL,
-    )
-
-
-def _f2b(facts: Facts) -> Finding:
-    return _through_f1a(
-        facts,
-        "F1a's scale passes unnoticed where all ranks hold equally many tokens",
-        "checks every tensor also where the sizes are equal",
-        Likelihood.MAY,
-    )
-
-
 def _f2c(facts: Facts) -> Finding:
     reason = _gathers_on_cuda(facts)
     return _not(reason or "the experts give a row for each row that they get")
@@ -287,13 +271,18 @@ def _f3a(facts: Facts) -> Finding:
     reason = _no_loading(facts)
     if reason:
         return _not(reason)
+    if facts.tensors is None and facts.is_gpt_oss:
+        return _not(_STACKED)
+    return _one_by_one(facts)
+
+
+def _one_by_one(facts: Facts) -> Finding:
+    """What follows where a loader cannot take one tensor an expert."""
     remedy = "loads experts one by one and stacked"
-    single = next((t for t in facts.tensors or () if t.is_single), None)
-    if single:
-        return _will(f"one tensor an expert: {_named(single)}", remedy)
-    if facts.tensors or facts.is_gpt_oss:
-        return _not("all experts of a layer are stacked in one tensor")
-    return _may("without safetensors headers it is unknown how the experts are stored", remedy)
+    if facts.tensors is None:
+        return _may("without safetensors headers it is unknown how the experts are stored", remedy)
+    single = next((tensor for tensor in facts.tensors if tensor.is_single), None)
+    return _will(f"one tensor an expert: {_named(single)}", remedy) if single else _not(_STACKED)
 
 
 def _f3b(facts: Facts) -> Finding:
@@ -340,8 +329,8 @@ def _f3d(facts: Facts) -> Finding:
     reason = _no_loading(facts) or _not_cut(facts)
     if reason:
         return _not(reason)
-    if _full_precision(facts):
-        return _not(f"weights are quantized after they are cut ({_full_precision(facts)})")
+    if full := _full_precision(facts):
+        return _not(f"weights are quantized after they are cut ({full})")
     if not facts.widths:
         return _may("the configuration does not say how wide an expert is", "cuts whole blocks")
     for width, said in _columns(facts):
@@ -356,26 +345,6 @@ def _f3d(facts: Facts) -> Finding:
     return _not(said)
 
 
-def _f3e(facts: Facts) -> Finding:
-    return _scales(
-        facts,
-        (*_FLOATS, "F8_E8M0"),
-        Likelihood.WILL,
-        "is cast by value",
-        "encodes them as E8M0",
-    )
-
-
-def _f3i(facts: Facts) -> Finding:
-    return _scales(
-        facts,
-        _FLOATS,
-        Likelihood.MAY,
-        "is rounded where a value is no power of two; values are not read here",
-        "takes exact powers of two and refuses others",
-    )
-
-
 def _scales(
     facts: Facts, dtypes: tuple[str, ...], likelihood: Likelihood, what: str, remedy: str
 ) -> Finding:
@@ -385,8 +354,8 @@ def _scales(
     scale = _of(facts, "scale", dtypes)
     if scale:
         return Finding(likelihood, f"{_named(scale)} {what}", remedy)
-    if _full_precision(facts):
-        return _not(f"there are no scales in the checkpoint ({_full_precision(facts)})")
+    if full := _full_precision(facts):
+        return _not(f"there are no scales in the checkpoint ({full})")
     if facts.tensors is None:
         return _may("without safetensors headers the scales' dtype is unknown", remedy)
     return _not("the scales are bytes already")
@@ -406,13 +375,7 @@ def _f3g(facts: Facts) -> Finding:
     reason = _no_loading(facts)
     if reason or not facts.is_gpt_oss:
         return _not(reason or "the model is not gpt-oss")
-    remedy = "loads experts one by one and stacked"
-    single = next((t for t in facts.tensors or () if t.is_single), None)
-    if single:
-        return _will(f"one tensor an expert: {_named(single)}", remedy)
-    if facts.tensors is None:
-        return _may("without safetensors headers it is unknown how the experts are stored", remedy)
-    return _not("all experts of a layer are stacked in one tensor")
+    return _one_by_one(facts)
 
 
 def _f3h(facts: Facts) -> Finding:
@@ -478,15 +441,12 @@ def _no_nixl(facts: Facts) -> str:
     return ""
 
 
-def _over_nixl(when: str, remedy: str) -> Callable[[Facts], Finding]:
-    def judge_nixl(facts: Facts) -> Finding:
-        reason = _no_nixl(facts)
-        if reason:
-            return _not(reason)
-        named = "as asked" if facts.communicator else "as vLLM does where NIXL is installed"
-        return _may(f"EPLB moves experts over NIXL, {named}; hits {when}", remedy)
-
-    return judge_nixl
+def _over_nixl(facts: Facts, when: str, remedy: str) -> Finding:
+    reason = _no_nixl(facts)
+    if reason:
+        return _not(reason)
+    named = "as asked" if facts.communicator else "as vLLM does where NIXL is installed"
+    return _may(f"EPLB moves experts over NIXL, {named}; hits {when}", remedy)
 
 
 JUDGES: dict[str, Callable[[Facts], Finding]] = {
@@ -494,32 +454,60 @@ JUDGES: dict[str, Callable[[Facts], Finding]] = {
     "F1b": _f1b,
     "F1c": _f1c,
     "F1d": _f1d,
-    "F2a": _f2a,
-    "F2b": _f2b,
+    "F2a": partial(
+        _through_f1a,
+        evidence="F1a's scale does not fit where the ranks hold unequally many tokens",
+        remedy="checks every tensor before the NCCL group is opened",
+        at_most=Likelihood.WILL,
+    ),
+    "F2b": partial(
+        _through_f1a,
+        evidence="F1a's scale passes unnoticed where all ranks hold equally many tokens",
+        remedy="checks every tensor also where the sizes are equal",
+        at_most=Likelihood.MAY,
+    ),
     "F2c": _f2c,
     "F2d": _f2d,
     "F3a": _f3a,
     "F3b": _f3b,
     "F3c": _f3c,
     "F3d": _f3d,
-    "F3e": _f3e,
+    "F3e": partial(
+        _scales,
+        dtypes=(*_FLOATS, "F8_E8M0"),
+        likelihood=Likelihood.WILL,
+        what="is cast by value",
+        remedy="encodes them as E8M0",
+    ),
     "F3f": _f3f,
     "F3g": _f3g,
     "F3h": _f3h,
-    "F3i": _f3i,
-    "F4a": _over_nixl(
-        "where the ranks' expert weights differ",
-        "compares all ranks, and all raise the same report",
+    "F3i": partial(
+        _scales,
+        dtypes=_FLOATS,
+        likelihood=Likelihood.MAY,
+        what="is rounded where a value is no power of two; values are not read here",
+        remedy="takes exact powers of two and refuses others",
     ),
-    "F4b": _over_nixl(
-        "where one rank fails alone", "has the ranks exchange their status before anybody waits"
+    "F4a": partial(
+        _over_nixl,
+        when="where the ranks' expert weights differ",
+        remedy="compares all ranks, and all raise the same report",
     ),
-    "F4c": _over_nixl(
-        "where the ranks' expert weights differ", "compares a digest of them over all ranks"
+    "F4b": partial(
+        _over_nixl,
+        when="where one rank fails alone",
+        remedy="has the ranks exchange their status before anybody waits",
     ),
-    "F4d": _over_nixl(
-        "where a rank is faster than those that read from it",
-        "waits until the peers have read",
+    "F4c": partial(
+        _over_nixl,
+        when="where the ranks' expert weights differ",
+        remedy="compares a digest of them over all ranks",
+    ),
+    "F4d": partial(
+        _over_nixl,
+        when="where a rank is faster than those that read from it",
+        remedy="waits until the peers have read",
     ),
 }
 
