@@ -238,12 +238,12 @@ def serve(model: Path, lane: Lane, name: str, ranks: int, plugins: str) -> Itera
 
 def free_port(count: int = 1) -> int:
     """The first of ``count`` free ports, below those that the system hands out by itself."""
-    for first in _PORTS:
+    while True:
+        first = next(_PORTS)
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             for port in range(first, first + count):
                 stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
             return first
-    raise AssertionError("the ports do not end")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -331,28 +331,27 @@ def ask_all(server: Server, name: str, stream: bool) -> Case:
     return case
 
 
+def complete(server: Server, rank: int, prompt: list[int], **options: Any) -> Any:
+    """The response to a greedy completion by that rank; ``options`` are fields of the request."""
+    body = {"model": "demo", "prompt": prompt, "temperature": 0, "ignore_eos": True, **options}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{server.port}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json", "X-data-parallel-rank": str(rank)},
+    )
+    return urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S)
+
+
 def _ask(server: Server, index: int, progress: Progress | None) -> list[int]:
     """One greedy completion, its tokens as they arrive where ``progress`` is given.
 
     The ranks take turns, so that each has requests of its own.
     """
     length, count = REQUESTS[index]
-    body = {
-        "model": "demo",
-        "prompt": [10 + (37 * index + 7 * i) % 900 for i in range(length)],
-        "max_tokens": count,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "stream": progress is not None,
-    }
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{server.port}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json", "X-data-parallel-rank": str(index % server.ranks)},
-    )
+    options = {"max_tokens": count, "return_token_ids": True, "stream": progress is not None}
+    prompt = [10 + (37 * index + 7 * i) % 900 for i in range(length)]
     tokens: list[int] = []
-    with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as response:
+    with complete(server, index % server.ranks, prompt, **options) as response:
         if progress is None:
             return list(json.load(response)["choices"][0]["token_ids"])
         for raw in response:

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.gpu import machine
 from scripts.gpu.ranks import capture, spawn, step
+from vllm_moe_dp_fix import settings
 
 HIDDEN = (2048, 2816, 4096, 7168)
 TOKENS = (1, 16, 64, 256, 1024, 4096, 8192, 16384)
@@ -126,7 +127,7 @@ def _prepares() -> dict[str, Callable[..., Any]]:
     original = inspect.unwrap(kind.prepare)
     found: dict[str, Callable[..., Any]] = {}
     for name, value in SETTINGS.items():
-        with mock.patch.dict(os.environ, {"VLLM_MOE_DP_FIX_FP8_DISPATCH": value}):
+        with mock.patch.dict(os.environ, {settings.FP8_DISPATCH: value}):
             prepare = moe_dp_dispatch._wrap_modular(original, naive_dp_ep)
         found[name] = partial(prepare, kind(False))
     return found

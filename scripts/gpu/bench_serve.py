@@ -27,12 +27,13 @@ sys.path.insert(0, str(ROOT))
 
 from scripts import demo  # noqa: E402
 from scripts.gpu import machine  # noqa: E402
+from vllm_moe_dp_fix import settings  # noqa: E402
 
 # The settings of each; the two servers know of no ranks.
 WAYS: dict[str, dict[str, str]] = {
-    "sharded": {"VLLM_MOE_DP_FIX_FP8_DISPATCH": "quantize_after_gather"},
-    "shared scale": {"VLLM_MOE_DP_FIX_FP8_DISPATCH": "shared_scale"},
-    "replicated": {"VLLM_MOE_DP_FIX_EXPERTS": "replicated"},
+    "sharded": {settings.FP8_DISPATCH: "quantize_after_gather"},
+    "shared scale": {settings.FP8_DISPATCH: "shared_scale"},
+    "replicated": {settings.EXPERTS: "replicated"},
     "two servers": {},
 }
 RATIOS = (("shared scale", "sharded"), ("replicated", "sharded"), ("replicated", "two servers"))

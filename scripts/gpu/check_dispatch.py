@@ -20,6 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.gpu.ranks import capture, spawn, step
+from vllm_moe_dp_fix import settings
 
 HIDDEN = 2048
 TOKENS = ((1, 36), (4, 4), (300, 17), (4096, 4096), (0, 5))
@@ -33,7 +34,7 @@ def main() -> int:
     arguments = parser.parse_args()
     found: list[dict[str, Any]] = []
     for strategy in STRATEGIES:
-        os.environ["VLLM_MOE_DP_FIX_FP8_DISPATCH"] = strategy
+        os.environ[settings.FP8_DISPATCH] = strategy
         ranks = spawn(_check, strategy)
         for first, *others in zip(*ranks, strict=True):
             wrong = [case for case in (first, *others) if case["right"] != "right"]

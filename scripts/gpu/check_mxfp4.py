@@ -25,13 +25,16 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from unittest import mock
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from scripts.gpu import marks
+
 HIDDEN, EXPERTS, TOKENS, TOP_K = 2048, 8, 64, 2
 SIZES = (704, 768, 1408)
 TP_SIZES = (1, 2, 4, 8)
 TOLERANCE = 0.02  # of BF16 kernels against FP32 arithmetic, relative to the largest value
 PART_TIMEOUT_S = 240
 PLUGIN = "mxfp4_weight_loader"
-MARK = "CASE "
 Checkpoint: TypeAlias = dict[tuple[str, str], Any]
 
 
@@ -42,7 +45,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.part:
         for case in {"layers": _layers, "model": _model}[arguments.part]():
-            print(MARK + json.dumps(case), flush=True)
+            marks.write(case)
         return 0
     jobs = [(part, plugin) for part in ("layers", "model") for plugin in ("", PLUGIN)]
     cases = []
@@ -74,7 +77,7 @@ def _run(part: str, plugin: str) -> list[dict[str, Any]]:
             end = f"no end in {PART_TIMEOUT_S} s"
         output.seek(0)
         lines = output.read().splitlines()
-    found = [json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK)]
+    found = marks.read(lines)
     if len(found) < {"layers": len(SIZES) * len(TP_SIZES) * 2, "model": 1}[part]:
         errors = [line.strip() for line in lines if "Error" in line] or lines
         said = f"{end}: {' | '.join(errors[-2:])[:300]}"

@@ -23,9 +23,9 @@ from typing import Any, TypeAlias
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts import demo
+from scripts.gpu import marks
 from scripts.gpu.checkpoints import FIRST_OUTLIER
 
-MARK = "FOUND "
 TIMEOUT_S = 300
 GRACE_S = 15  # for the peers of a rank that has failed
 ANSWER_TOKENS = 4
@@ -57,6 +57,17 @@ def prompts(shape: str, rank: int) -> list[list[int]]:
     return [[first + (31 * i + 7 * j) % 400 for j in range(length)] for i in range(count)]
 
 
+def rank_environ(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """Makes an ``LLM`` one of several ranks; the engines take ``port``, their workers the next."""
+    return {
+        "VLLM_DP_SIZE": str(ranks),
+        "VLLM_DP_RANK": str(rank),
+        "VLLM_DP_RANK_LOCAL": str(rank),
+        "VLLM_DP_MASTER_IP": "127.0.0.1",
+        "VLLM_DP_MASTER_PORT": str(port),
+    }
+
+
 def generate(
     model: Path,
     ranks: int,
@@ -73,19 +84,13 @@ def generate(
         rounds: How often each shape is asked for; the last counts.
         options: Of ``LLM``.
     """
-    port = demo.free_port(2)  # one for the engines, the next for their workers
+    port = demo.free_port(2)
     logs = [demo.CACHE / f"{model.name}-{name}-{rank}.log" for rank in range(ranks)]
     processes = []
     for rank, log in enumerate(logs):
         variables = {"VLLM_PLUGINS": plugins, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         if ranks > 1:
-            variables |= {
-                "VLLM_DP_SIZE": str(ranks),
-                "VLLM_DP_RANK": str(rank),
-                "VLLM_DP_RANK_LOCAL": str(rank),
-                "VLLM_DP_MASTER_IP": "127.0.0.1",
-                "VLLM_DP_MASTER_PORT": str(port),
-            }
+            variables |= rank_environ(rank, ranks, port)
         task = {"model": str(model), "rank": rank, "ranks": ranks, "rounds": rounds}
         task |= {"shapes": list(shapes), "options": options}
         with log.open("wb") as output:
@@ -101,10 +106,7 @@ def generate(
             )
     hung = _wait(processes)
     texts = [log.read_text(errors="replace") for log in logs]
-    found = [
-        [json.loads(line.removeprefix(MARK)) for line in text.splitlines() if line.startswith(MARK)]
-        for text in texts
-    ]
+    found = [marks.read(text.splitlines()) for text in texts]
     run = Run(log="\n".join(texts), errors=["no end"] if hung else [])
     for text, items in zip(texts, found, strict=True):
         run.errors += [_cause(text) or item["error"] for item in items if "error" in item]
@@ -175,14 +177,13 @@ def _rank_main(task: dict[str, Any]) -> None:
             count = PROMPTS[shape][rank][0]
             logprobs.append([value for prompt in values[:count] for value in prompt])
             del values[:count]
-        print(MARK + json.dumps({"shape": shape, "logprobs": logprobs}), flush=True)
+        marks.write({"shape": shape, "logprobs": logprobs})
 
 
 if __name__ == "__main__":
     try:
         _rank_main(json.loads(sys.argv[1]))
     except BaseException as failure:
-        said = f"{type(failure).__name__}: {str(failure)[:300]}"
-        print(MARK + json.dumps({"error": said}), flush=True)
+        marks.write({"error": f"{type(failure).__name__}: {str(failure)[:300]}"})
         raise
     os._exit(0)  # a peer may have gone already

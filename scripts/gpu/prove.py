@@ -22,8 +22,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -34,19 +32,19 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts import demo
-from scripts.gpu import checkpoints, machine, offline
+from scripts.gpu import checkpoints, machine, marks, offline
 from scripts.gpu.checkpoints import FIRST_OUTLIER
 from vllm_moe_dp_fix import settings
 from vllm_moe_dp_fix.host import detect
+from vllm_moe_dp_fix.registry import FIX_IDS
 from vllm_moe_dp_fix.releases import AFFECTED
 
 PARTS = ("serve", "offline", "schemes", "replicas", "nixl", "bits")
 CPU_PARTS = ("serve", "offline", "replicas")
-PLUGINS = "moe_dp_dispatch,moe_dp_all_gather,mxfp4_weight_loader,nixl_eplb_validator"
+PLUGINS = ",".join(FIX_IDS)
 AT_ONCE = 10
 SCRIPT_TIMEOUT_S = 300
 LEAD_S = 0.2  # in which rank 0's answer begins
-MARK = "FOUND "
 
 # How far logprobs may be from those of one rank with the same quantization, in units of what that
 # quantization is from BF16, beside what rounding alone makes. Two ranks are not one: weights, and
@@ -331,22 +329,10 @@ def _ask_both(server: demo.Server) -> offline.Logprobs:
 
 def _ask(server: demo.Server, rank: int, prompt: list[int]) -> list[float]:
     """The logprobs of the prompt's tokens; rank 0 goes on with outliers for a while."""
-    body = {
-        "model": "demo",
-        "prompt": prompt,
-        "temperature": 0,
-        "ignore_eos": True,
-        "prompt_logprobs": 0,
-        "max_tokens": 8,
-    }
+    options: dict[str, Any] = {"max_tokens": 8}
     if rank == 0:
-        body |= {"max_tokens": 110, "allowed_token_ids": list(range(FIRST_OUTLIER, 1000))}
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{server.port}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json", "X-data-parallel-rank": str(rank)},
-    )
-    with urllib.request.urlopen(request, timeout=demo.ANSWER_TIMEOUT_S) as response:
+        options = {"max_tokens": 110, "allowed_token_ids": list(range(FIRST_OUTLIER, 1000))}
+    with demo.complete(server, rank, prompt, prompt_logprobs=0, **options) as response:
         tokens = json.load(response)["choices"][0]["prompt_logprobs"][1:]
     return [next(iter(token.values()))["logprob"] for token in tokens]
 
@@ -442,7 +428,7 @@ def _moved(judge: Judge, plugins: str) -> list[Finding]:
 def _planted(plant: str, plugins: str) -> list[Finding]:
     """Both ranks must say the same, and name the odd one and what differs."""
     lines = _script(plugins, Path(__file__).name, "--nixl", plant)
-    found = [json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK)]
+    found = marks.read(lines)
     if len(found) != 2:
         return [Finding(False, lines[-1] if lines else "no result")]
     if not all(found):
@@ -458,7 +444,7 @@ def _nixl_main(plant: str) -> int:
     from scripts.gpu.ranks import spawn
 
     for said in spawn(_set_up_nixl, plant):
-        print(MARK + json.dumps(said[0]), flush=True)
+        marks.write(said[0])
     return 0
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from scripts import demo
+from scripts.gpu.offline import rank_environ
 
 RANK = """
 import json, sys
@@ -48,7 +49,7 @@ def _start(model: Path, lengths: tuple[int, ...], output: Path, **environ: str) 
 def test_offline_ranks_are_independent(serves: None, multiprocessing: str) -> None:
     """Unequal numbers of prompts, and the tokens of one ``LLM`` that answers all of them."""
     model = demo.make_model("qwen3-moe", demo.pick_lane())
-    port = demo.free_port()
+    port = demo.free_port(2)
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("rank-0", "rank-1", "alone")]
         runs = [
@@ -59,11 +60,7 @@ def test_offline_ranks_are_independent(serves: None, multiprocessing: str) -> No
                 VLLM_PLUGINS="moe_dp_dispatch",
                 VLLM_MOE_DP_FIX_EXPERTS="replicated",
                 VLLM_ENABLE_V1_MULTIPROCESSING=multiprocessing,
-                VLLM_DP_SIZE="2",
-                VLLM_DP_RANK=str(rank),
-                VLLM_DP_RANK_LOCAL=str(rank),
-                VLLM_DP_MASTER_IP="127.0.0.1",
-                VLLM_DP_MASTER_PORT=str(port),
+                **rank_environ(rank, 2, port),
             )
             for rank, (lengths, output) in enumerate(zip(LENGTHS, outputs, strict=False))
         ]
