@@ -198,7 +198,8 @@ def _give_up(communicator: Any, error: Exception, report: Exception | None) -> N
     _release(communicator)
     if report is None or report is error:
         raise error
-    raise report from error
+    # Where the report caused the error, the error must not cause the report as well.
+    raise report from report.__cause__ if _report_in(error) is report else error
 
 
 def _release(communicator: Any) -> None:

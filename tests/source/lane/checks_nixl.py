@@ -177,15 +177,28 @@ def moves_when_deferred(rank: Rank) -> None:
 # --- errors on all ranks --------------------------------------------------------------------
 
 
+def _must_end(error: BaseException) -> None:
+    """An error that is among its own causes hangs who looks for the first of them."""
+    seen: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        if cause in seen:
+            raise AssertionError(f"the causes go round: {seen}")
+        seen.append(cause)
+        cause = cause.__cause__
+
+
 def _word_of_all(rank: Rank, call: Callable[[], Any]) -> str:
     """The error that the call ends with on every rank, the same on all; in bounded time."""
     said: list[str] = []
+    raised: list[Exception] = []
 
     def attempt() -> None:
         try:
             call()
         except Exception as error:
             said.append(f"{type(error).__name__}: {error}")
+            raised.append(error)
         else:
             said.append("")
 
@@ -200,6 +213,7 @@ def _word_of_all(rank: Rank, call: Callable[[], Any]) -> str:
         raise AssertionError("taken without a word")
     if "NIXL EPLB" not in said[0] or re.search("init failed: [a-z ]+$", said[0]):
         raise AssertionError(f"this rank alone says: {said[0]}")
+    _must_end(raised[0])
     from vllm.distributed import get_dp_group
 
     everywhere: list[Any] = [None] * rank.dp_size
