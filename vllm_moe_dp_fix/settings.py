@@ -16,7 +16,7 @@ EXPERTS = PREFIX + "EXPERTS"
 _BOOLEANS = {"": False, "0": False, "false": False, "1": True, "true": True}
 # The first of each is the default.
 _CHOICES = {
-    FP8_DISPATCH: ("quantize_after_gather", "shared_scale"),
+    FP8_DISPATCH: ("auto", "quantize_after_gather", "shared_scale"),
     EXPERTS: ("sharded", "replicated", "auto"),
 }
 _NAMES = (DISABLE, STRICT, *_CHOICES)
@@ -74,9 +74,9 @@ def read(fix_ids: tuple[str, ...], environ: Mapping[str, str] = os.environ) -> S
 def fp8_dispatch(environ: Mapping[str, str] = os.environ) -> str:
     """How dynamic per-tensor FP8 activations travel. Must be equal on all ranks.
 
-    ``quantize_after_gather`` (default) gathers the rows as they are and quantizes them together;
-    ``shared_scale`` takes the maximum of the ranks' scales first and gathers FP8. Both give the
-    same bits.
+    ``quantize_after_gather`` gathers the rows as they are and quantizes them together;
+    ``shared_scale`` agrees on a scale first and gathers FP8; ``auto`` (default) takes for each step
+    the one that is faster for its number of rows. All give the same bits.
     """
     return _choice(FP8_DISPATCH, environ)
 

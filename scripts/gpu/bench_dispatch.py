@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from scripts.gpu import machine
 from scripts.gpu.ranks import capture, spawn, step
 from vllm_moe_dp_fix import settings
+from vllm_moe_dp_fix.fp8 import shared_scale
 
 HIDDEN = (2048, 2816, 4096, 7168)
 TOKENS = (1, 16, 64, 256, 1024, 4096, 8192, 16384)
@@ -143,8 +144,6 @@ def _contenders(
     from vllm.distributed import get_dp_group
     from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 
-    from vllm_moe_dp_fix.fp8 import shared_scale
-
     weights = torch.rand(len(rows), TOP_K, device="cuda")
     ids = torch.randint(128, (len(rows), TOP_K), dtype=torch.int32, device="cuda")
     config = FusedMoEQuantConfig.make(quant_dtype=torch.float8_e4m3fn)
@@ -258,8 +257,9 @@ def show(report: dict[str, Any]) -> None:
     print(machine.words(report))
     for names in ((AFTER, SHARED, BOUND), PARTS, GATHERS):
         ratios = {f"/ {other}": (SHARED, other) for other in (AFTER, BOUND) if SHARED in names}
-        print(f"\n| hidden | tokens | | {' | '.join([*names, *ratios])} |")
-        print("|---" * (3 + len(names) + len(ratios)) + "|")
+        heads = [*names, *ratios, *(["auto takes"] if ratios else [])]
+        print(f"\n| hidden | tokens | | {' | '.join(heads)} |")
+        print("|---" * (3 + len(heads)) + "|")
         for case in report["cases"]:
             times = case["us"]
             if names[0] in times:
@@ -267,7 +267,12 @@ def show(report: dict[str, Any]) -> None:
                 cells = [str(case["hidden"]), tokens, case["how"]]
                 cells += [f"{times[name]:.1f}" for name in names]
                 cells += [f"{times[one] / times[other]:.2f}" for one, other in ratios.values()]
+                cells += [_choice(case)] if ratios else []
                 print(f"| {' | '.join(cells)} |")
+
+
+def _choice(case: dict[str, Any]) -> str:
+    return SHARED if shared_scale.pays(sum(case["tokens"]), case["hidden"]) else AFTER
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
@@ -295,6 +300,8 @@ def plot(report: dict[str, Any], path: Path) -> None:
             ratios = [a / b for a, b in zip(times[SHARED], times[other], strict=True)]
             below.plot(tokens, ratios, style, label=f"{SHARED} / {other}", markersize=4)
         below.axhline(1.0, color="grey", linewidth=0.8)
+        for axis in (above, below):  # of two ranks
+            axis.axvline(shared_scale.PAYS_FROM / (2 * width), color="grey", linestyle="--")
         above.set_title(f"hidden {width}")
         above.set_yscale("log")
         below.set_xscale("log")

@@ -275,6 +275,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--layers", type=int, default=24, help="of 48 in the model (default: 24)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
+    parser.add_argument(
+        "--loads", nargs="+", choices=sorted({load.name for load in LOADS}), help="(default: all)"
+    )
     parser.add_argument("--json", type=Path, help="write to this file, and add to what it has")
     parser.add_argument("--plot", type=Path, help="draw into this file (needs matplotlib)")
     parser.add_argument("--read", type=Path, help="show the results in this file, measure nothing")
@@ -287,7 +290,7 @@ def main() -> int:
         if arguments.read:
             report = json.loads(arguments.read.read_text())
         else:
-            report = measure_all(arguments.ways, arguments.layers, arguments.json)
+            report = measure_all(arguments.ways, arguments.layers, arguments.loads, arguments.json)
     except demo.DemoError as error:
         print(f"FAILED: {error}")
         return 1
@@ -297,14 +300,17 @@ def main() -> int:
     return 0
 
 
-def measure_all(ways: Sequence[str], layers: int, path: Path | None) -> dict[str, Any]:
-    """All loads in these ways, beside what the file has."""
+def measure_all(
+    ways: Sequence[str], layers: int, names: Sequence[str] | None, path: Path | None
+) -> dict[str, Any]:
+    """The loads of these names in these ways, beside the ways that the file has."""
     lane = demo.pick_lane()
     if lane is demo.CPU:
         print("on the CPU this shows that it runs, and nothing else")
         model, loads = demo.make_model("qwen3-moe", lane), TINY
     else:
-        model, loads = make_model(layers), LOADS
+        model = make_model(layers)
+        loads = tuple(load for load in LOADS if not names or load.name in names)
         lane = demo.Lane("CUDA", SERVER_FLAGS, lane.environ, {}, "", same_tokens=False)
     known = json.loads(path.read_text())["ways"] if path and path.exists() else {}
     report: dict[str, Any] = {**machine.describe(), "layers": layers, "ways": known}

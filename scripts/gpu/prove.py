@@ -42,17 +42,16 @@ from vllm_moe_dp_fix.releases import AFFECTED
 PARTS = ("serve", "offline", "schemes", "replicas", "nixl", "bits")
 CPU_PARTS = ("serve", "offline", "replicas")
 PLUGINS = ",".join(FIX_IDS)
-AT_ONCE = 10
+AT_ONCE = 14
 SCRIPT_TIMEOUT_S = 300
 LEAD_S = 0.2  # in which rank 0's answer begins
 
-# How far logprobs may be from those of one rank with the same quantization, in units of what that
-# quantization is from BF16, beside what rounding alone makes. Two ranks are not one: weights, and
+# How far logprobs may be, from BF16 and from one rank with the same quantization, in units of what
+# that rank is from BF16, beside what rounding alone makes. Two ranks are not one: weights, and
 # activations between the two projections, have a scale a shard, and rows that are batched together
-# share one. A simulation of these checkpoints gave up to 0.43 where all is right, and 0.93 and more
-# with the fault.
-AS_ONE_RANK, ROUNDING = 0.6, 0.02
-AS_BF16 = 2.0
+# share one. So their errors are as large, but others: up to 1.21 was seen where all is right, and
+# at least 1.48 with a fault.
+AS_FAR, ROUNDING = 1.3, 0.02
 
 GRAPH_SIZES = [1, 2, 4, 8, 16, 32, 64]
 MODES: dict[str, dict[str, Any]] = {
@@ -162,23 +161,30 @@ class References:
         self._pool = pool
         self._runs: dict[tuple[Any, ...], Any] = {}
 
-    def judge(self, plain: Path, model: Path, quantization: str | None, plugins: str = "") -> Judge:
-        """Of ``model``, quantized so; one rank may need plugins for it."""
-        self._start(plain, None, "")
-        self._start(model, quantization, plugins)
-        return Judge(self, plain, model, quantization)
+    def judge(
+        self,
+        plain: Path,
+        model: Path,
+        quantization: str | None,
+        plugins: str = "",
+        mode: str = "eager",
+    ) -> Judge:
+        """Of ``model``, quantized and run so; one rank may need plugins for it."""
+        self._start(plain, None, "", "eager")
+        self._start(model, quantization, plugins, mode)
+        return Judge(self, plain, model, quantization, mode)
 
-    def _start(self, model: Path, quantization: str | None, plugins: str) -> None:
-        key = (model, quantization)
+    def _start(self, model: Path, quantization: str | None, plugins: str, mode: str) -> None:
+        key = (model, quantization, mode)
         if key not in self._runs:
             gpu = {"CUDA_VISIBLE_DEVICES": str(len(self._runs) % 2)}
-            name = f"reference-{quantization}"
-            options = _options(quantization, "eager")
+            name = f"reference-{quantization}-{mode}".replace(" ", "-")
+            options = _options(quantization, mode)
             run = partial(offline.generate, model, 1, plugins, name, environ=gpu, **options)
             self._runs[key] = self._pool.submit(run)
 
-    def get(self, model: Path, quantization: str | None = None) -> offline.Run:
-        run: offline.Run = self._runs[model, quantization].result()
+    def get(self, model: Path, quantization: str | None = None, mode: str = "eager") -> offline.Run:
+        run: offline.Run = self._runs[model, quantization, mode].result()
         if run.errors:
             raise RuntimeError(f"one rank failed: {run.errors[0]}")
         return run
@@ -190,20 +196,21 @@ class Judge:
 
     Attributes:
         plain: The model in BF16, of which the quantized one is made.
-        model, quantization: What is run.
+        model, quantization, mode: What is run, and how: compiled kernels round otherwise.
     """
 
     references: References
     plain: Path
     model: Path
     quantization: str | None
+    mode: str
 
     def __call__(self, shape: str, logprobs: offline.Logprobs) -> Finding:
         plain = self.references.get(self.plain).logprobs[shape]
-        quantized = self.references.get(self.model, self.quantization).logprobs[shape]
+        quantized = self.references.get(self.model, self.quantization, self.mode).logprobs[shape]
         own = _distance(quantized, plain)
         distance, apart = _distance(logprobs, plain), _distance(logprobs, quantized)
-        right = apart <= AS_ONE_RANK * own + ROUNDING and distance <= AS_BF16 * own + ROUNDING
+        right = max(apart, distance) <= AS_FAR * own + ROUNDING
         said = f"{apart:.3f} from one rank, {distance:.3f} from BF16; one rank from that {own:.3f}"
         return Finding(right, said)
 
@@ -232,11 +239,11 @@ def _cases(parts: Sequence[str], references: References, on_cpu: bool) -> list[C
         shapes = ("unequal",) if part == "serve" else tuple(offline.PROMPTS)
         for kind, mode, layout in itertools.product(models, modes, layouts):
             if part in parts:
-                judge = references.judge(models[kind], models[kind], fp8)
+                judge = references.judge(models[kind], models[kind], fp8, mode=mode)
                 name = f"{kind}, FP8, {layout}, {mode}"
                 names = tuple(f"{name}, {shape} ranks" for shape in shapes)
                 fault = "F2d" if on_cpu else "F1a"
-                cases.append(Case(part, fault, names, partial(run, judge, mode, layout)))
+                cases.append(Case(part, fault, names, partial(run, judge, layout)))
     if "replicas" in parts:
         for kind, model in models.items():
             run_one = partial(_replicated, references.judge(model, model, fp8))
@@ -261,10 +268,10 @@ def _options(quantization: str | None, mode: str, layout: str = "sharded") -> di
     return {**options, **MEMORY}
 
 
-def _offline(judge: Judge, mode: str, layout: str, plugins: str) -> list[Finding]:
+def _offline(judge: Judge, layout: str, plugins: str) -> list[Finding]:
     """Equal ranks first: unequal ones end the engine where it has the fault."""
-    options = _options(judge.quantization, mode, layout)
-    name = f"{layout}-{mode}-{bool(plugins)}".replace(" ", "-")
+    options = _options(judge.quantization, judge.mode, layout)
+    name = f"{layout}-{judge.mode}-{bool(plugins)}".replace(" ", "-")
     run = offline.generate(judge.model, 2, plugins, name, **options)
     return [
         judge(shape, run.logprobs[shape])
@@ -274,8 +281,9 @@ def _offline(judge: Judge, mode: str, layout: str, plugins: str) -> list[Finding
     ]
 
 
-def _serve(judge: Judge, mode: str, layout: str, plugins: str) -> list[Finding]:
-    return _served(judge, _options(judge.quantization, mode, layout), plugins, f"{layout}-{mode}")
+def _serve(judge: Judge, layout: str, plugins: str) -> list[Finding]:
+    options = _options(judge.quantization, judge.mode, layout)
+    return _served(judge, options, plugins, f"{layout}-{judge.mode}")
 
 
 def _served(
@@ -360,7 +368,7 @@ def _scheme_cases(references: References, plain: Path) -> list[Case]:
             "schemes",
             fault,
             tuple(f"{name}, {shape} ranks" for shape in offline.PROMPTS),
-            partial(_offline, judge, "eager", "sharded"),
+            partial(_offline, judge, "sharded"),
             # From 0.22.0 Triton's experts take the scale from elsewhere where it is lost.
             releases="<0.22" if fault == "F1b" else "",
         )
@@ -375,7 +383,8 @@ def _bits(plugins: str) -> list[Finding]:
     cases = json.loads(text) if text else []
     right = sum(case["right"] == "right" for case in cases)
     if not cases:
-        return [Finding(False, said[-1] if said else "no result")]
+        errors = [line for line in said if "Error" in line]
+        return [Finding(False, [*said, *errors][-1][-300:] if said else "no result")]
     return [Finding(right == len(cases), f"{right} of {len(cases)} cases are right")]
 
 
@@ -467,7 +476,10 @@ def _set_up_nixl(rank: int, config: Any, plant: str) -> list[str]:
         else:
             made(group, layers, [torch.zeros_like(tensor) for tensor in layers[0]])
     except Exception as failure:
-        return [str(failure.__cause__ or failure)]
+        cause: BaseException = failure
+        while cause.__cause__:
+            cause = cause.__cause__
+        return [str(cause)]
     return [""]
 
 

@@ -50,9 +50,10 @@ for name, (kernel, known, constants) in kernels.items():
         for index, argument in enumerate(kernel.arg_names)
         if argument in known
     }
+    warps = mxfp4._WARPS if name == "mxfp4" else fp8._WARPS
     source = ASTSource(kernel, types, constants, multiples)
     target = GPUTarget("cuda", capability, 32)
-    compiled = triton.compile(source, target=target, options={"num_warps": 8})
+    compiled = triton.compile(source, target=target, options={"num_warps": warps})
     print("FOUND " + json.dumps([name, compiled.asm["ptx"]]))
 """
 

@@ -7,12 +7,14 @@ import importlib
 import inspect
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from vllm import forward_context
 
 from vllm_moe_dp_fix import settings
 from vllm_moe_dp_fix.fixes import moe_dp_dispatch as dispatch
@@ -210,29 +212,42 @@ class Ranks:
     dispatch_router_logits = dispatch
 
 
-@pytest.mark.parametrize("path", ["modular", "monolithic"])
-@pytest.mark.parametrize("counts", [(3, 5), (0, 4)], ids=str)
-def test_dispatch_gathers_fp8(
-    path: str, counts: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM's ``prepare()``, repaired, with the kernels: the rows of each rank leave as FP8."""
+def _rows(counts: tuple[int, ...]) -> list[Tensor]:
+    torch.manual_seed(0)
+    every = [torch.randn(count, 64).bfloat16() for count in counts]
+    every[1] *= 40
+    return every
+
+
+def _prepared(
+    path: str, every: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Ranks, Tensor, Tensor]]:
+    """What vLLM's ``prepare()``, repaired, does and gives on each rank, as on CUDA."""
     naive_dp_ep = importlib.import_module(NAIVE_DP_EP)
-    monkeypatch.setenv(settings.FP8_DISPATCH, "shared_scale")
     monkeypatch.setattr(shared_scale, "has_kernel", lambda rows, dtype: True)
     kind = getattr(naive_dp_ep, f"MoEPrepareAndFinalizeNaiveDPEP{path.title()}")
     wrap = {"modular": dispatch._wrap_modular, "monolithic": dispatch._wrap_monolithic}[path]
     prepare = wrap(inspect.unwrap(kind.prepare), naive_dp_ep)
     config = naive_dp_ep.FusedMoEQuantConfig.make(quant_dtype=torch.float8_e4m3fn)
-    torch.manual_seed(0)
-    every = [torch.randn(count, 64).bfloat16() for count in counts]
-    every[1] *= 40
-    codes, scales = [], set()
     for rows in every:
         group = Ranks(every)
         monkeypatch.setattr(naive_dp_ep, "get_ep_group", lambda group=group: group)
         weights, ids = torch.ones(len(rows), 1), torch.zeros(len(rows), 1, dtype=torch.int32)
         others = {"modular": (weights, ids, 1, None, False), "monolithic": (weights,)}[path]
         got, scale, *_ = prepare(kind(False), rows, *others, config)
+        yield group, got, scale
+
+
+@pytest.mark.parametrize("path", ["modular", "monolithic"])
+@pytest.mark.parametrize("counts", [(3, 5), (0, 4)], ids=str)
+def test_dispatch_gathers_fp8(
+    path: str, counts: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the kernels: the rows of each rank leave as FP8."""
+    monkeypatch.setenv(settings.FP8_DISPATCH, "shared_scale")
+    every = _rows(counts)
+    codes, scales = [], set()
+    for group, got, scale in _prepared(path, every, monkeypatch):
         assert group.reduced == [(shared_scale.MAXIMA,)]
         assert group.gathered == [torch.float8_e4m3fn]
         codes.append(got.view(torch.uint8).numpy())
@@ -240,3 +255,26 @@ def test_dispatch_gathers_fp8(
     want, want_scale = oracle(torch.cat(every))
     np.testing.assert_array_equal(np.concatenate(codes), want)
     assert scales == {want_scale}
+
+
+@pytest.mark.parametrize("path", ["modular", "monolithic"])
+@pytest.mark.parametrize(
+    ("counts", "shares"), [((0, 10), True), ((5, 5), True), ((8, 1), False), ((1, 8), False)]
+)
+def test_all_ranks_choose_alike(
+    path: str, counts: tuple[int, int], shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the rows of all ranks, whatever a rank has itself."""
+    monkeypatch.delenv(settings.FP8_DISPATCH, raising=False)
+    monkeypatch.setattr(shared_scale, "PAYS_FROM", 10 * 64)
+    metadata = SimpleNamespace(local_sizes=list(counts))
+    context = SimpleNamespace(dp_metadata=metadata)
+    monkeypatch.setattr(forward_context, "get_forward_context", lambda: context)
+    naive_dp_ep = importlib.import_module(NAIVE_DP_EP)
+    # CUDA's kernel, which takes the gathered rows where the ranks do not share a scale.
+    monkeypatch.setattr(naive_dp_ep, "moe_kernel_quantize_input", dispatch._reference_fp8)
+    wanted = torch.float8_e4m3fn if shares else torch.bfloat16
+    for group, got, _ in _prepared(path, _rows(counts), monkeypatch):
+        assert group.gathered == [wanted]
+        assert group.reduced == [(shared_scale.MAXIMA,)] * shares
+        assert got.dtype == torch.float8_e4m3fn

@@ -10,7 +10,7 @@ IDS = ("moe_dp_dispatch", "moe_dp_all_gather")
 
 def test_defaults() -> None:
     assert settings.read(IDS, {}) == settings.Settings()
-    assert settings.fp8_dispatch({}) == "quantize_after_gather"
+    assert settings.fp8_dispatch({}) == "auto"
     assert settings.experts({}) == "sharded"
 
 
@@ -63,7 +63,7 @@ def test_a_misspelt_id_does_not_undo_the_others() -> None:
 
 def test_fp8_dispatch() -> None:
     assert settings.fp8_dispatch({settings.FP8_DISPATCH: "shared_scale"}) == "shared_scale"
-    assert settings.fp8_dispatch({settings.FP8_DISPATCH: "oops"}) == "quantize_after_gather"
+    assert settings.fp8_dispatch({settings.FP8_DISPATCH: "oops"}) == "auto"
 
 
 @pytest.mark.parametrize("choice", ["sharded", "replicated", "auto"])

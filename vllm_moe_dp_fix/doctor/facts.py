@@ -50,7 +50,7 @@ class Facts:
     full_copy: FullCopy | None = None
     all2all: str = "allgather_reducescatter"
     moe_backend: str = "auto"
-    fp8_dispatch: str = "quantize_after_gather"
+    fp8_dispatch: str = "auto"
     scheme: Scheme = field(default_factory=Scheme)
     tensors: tuple[ExpertTensor, ...] | None = None
     loads: bool = True

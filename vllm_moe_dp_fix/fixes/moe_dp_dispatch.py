@@ -107,10 +107,20 @@ def _one_scale_dispatch(
 ) -> Callable[[Gather, Tensor, Any, bool], tuple[Any, ...]]:
     """Makes the dispatch of a scheme with one scale, with the strategy that is set."""
     import torch
+    from vllm.forward_context import get_forward_context
 
     from vllm_moe_dp_fix.fp8 import shared_scale
 
-    shares_scale = settings.fp8_dispatch() == "shared_scale"
+    strategy = settings.fp8_dispatch()
+
+    def shares_scale(rows: Tensor, config: Any) -> bool:
+        """The same on all ranks: each knows the numbers of rows of all."""
+        if strategy != "auto":
+            return strategy == "shared_scale"
+        if not shared_scale.has_kernel(rows, config.quant_dtype):
+            return False
+        sizes = getattr(get_forward_context().dp_metadata, "local_sizes", None) or ()
+        return shared_scale.pays(sum(sizes), rows.shape[1])
 
     def quantize(rows: Tensor, scale: Tensor | None, config: Any) -> tuple[Tensor, Tensor | None]:
         if rows.shape[0] == 0 and scale is not None and config.use_fp8_w8a8:
@@ -135,7 +145,7 @@ def _one_scale_dispatch(
     ) -> tuple[Any, ...]:
         if config.a1_scale is not None:
             a1, scale = quantize(a1, config.a1_scale, config)
-        elif shares_scale:
+        elif shares_scale(a1, config):
             a1, scale = quantize_alike(a1, config, _gather_group(module, is_sequence_parallel))
         else:
             rows, _, *rest = gather(a1)

@@ -18,7 +18,8 @@ import torch
 
 Tensor: TypeAlias = torch.Tensor
 
-MAXIMA = 256  # a rank: enough programs to read at the memory's speed, few enough to read again
+MAXIMA = 512  # a rank: enough programs to read at the memory's speed, few enough to read again
+PAYS_FROM = 2**24  # elements, by measurement: scripts/gpu/bench_dispatch.py
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -30,6 +31,11 @@ def has_kernel(rows: Tensor, dtype: torch.dtype) -> bool:
         and dtype == torch.float8_e4m3fn
         and rows.dtype in _DTYPES
     )
+
+
+def pays(rows: int, columns: int) -> bool:
+    """Whether agreeing on a scale is faster than gathering all ranks' rows as they are."""
+    return rows * columns >= PAYS_FROM
 
 
 def local_maxima(rows: Tensor) -> Tensor:
