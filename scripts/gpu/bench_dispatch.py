@@ -81,9 +81,8 @@ def _measure(hidden: Sequence[int], tokens: Sequence[int]) -> list[dict[str, Any
         for how in ("graph", "eager")
         for width in hidden
         for count in tokens
-        for pair in ((count, count), (count, max(1, count // 2)))
+        for pair in dict.fromkeys([(count, count), (count, max(1, count // 2))])
         if how == "graph" or pair[0] == pair[1]
-        if not (count == 1 and pair[0] != pair[1])
     ]
     ranks = spawn(_measure_rank, cases)
     return [

@@ -19,7 +19,7 @@ import torch
 Tensor: TypeAlias = torch.Tensor
 
 MAXIMA = 512  # a rank: enough programs to read at the memory's speed, few enough to read again
-PAYS_FROM = 2**24  # elements, by measurement: scripts/gpu/bench_dispatch.py
+PAYS_FROM = 2**25  # elements, by measurement: docs/gpu/dispatch.json
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
