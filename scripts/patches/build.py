@@ -1,0 +1,185 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the patch series of releases: build.py SOURCES [RELEASE...]
+
+SOURCES holds a folder vllm-RELEASE for each, as ``fetch_vllm.py`` leaves it. The series go to
+``vllm_moe_dp_fix/upstream/series``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from packaging.specifiers import SpecifierSet  # noqa: E402
+
+from scripts.patches.edit import COLUMNS, Source  # noqa: E402
+from scripts.patches.fold import fold  # noqa: E402
+from vllm_moe_dp_fix import __version__  # noqa: E402
+from vllm_moe_dp_fix.releases import AFFECTED, RELEASES  # noqa: E402
+
+SERIES = ROOT / "vllm_moe_dp_fix" / "upstream" / "series"
+AUTHOR = "vllm-moe-dp-fix <vllm-moe-dp-fix@users.noreply.github.com>"
+DATE = "Mon, 30 Nov 2026 00:00:00 +0000"
+SPDX = (
+    "# SPDX-License-Identifier: Apache-2.0\n"
+    "# SPDX-FileCopyrightText: Copyright contributors to the vLLM project\n"
+)
+
+
+class Tree:
+    """A release's source, and what became of it."""
+
+    def __init__(self, root: Path, release: str) -> None:
+        self.root, self.release = root, release
+        self.changed: dict[str, str | None] = {}
+
+    def read(self, path: str) -> str | None:
+        if path in self.changed:
+            return self.changed[path]
+        file = self.root / path
+        return file.read_text() if file.exists() else None
+
+    def edit(self, path: str, change: Callable[[Source], None]) -> None:
+        source = Source(self.read(path) or "")
+        change(source)
+        self.changed[path] = source.text
+
+    def add(self, path: str, text: str) -> None:
+        """A new file in vLLM's style."""
+        self.changed[path] = formatted(SPDX + text)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What one patch does.
+
+    Attributes:
+        fix: Whose counterpart it is.
+        faults: That it cures, in the releases that have them.
+        title: With vLLM's tags.
+        message: What goes wrong, and what is done about it.
+        upstream: Issues and open pull requests about the same.
+        make: Edits a release's source, and adds the regression test.
+    """
+
+    fix: str
+    faults: tuple[str, ...]
+    title: str
+    message: str
+    upstream: tuple[str, ...]
+    make: Callable[[Tree], None]
+
+
+def faults_in(faults: Sequence[str], release: str) -> tuple[str, ...]:
+    """Those that the release has."""
+    return tuple(fault for fault in faults if SpecifierSet(AFFECTED[fault]).contains(release))
+
+
+def main(sources: Path, releases: Sequence[str]) -> None:
+    for release in releases:
+        folder = SERIES / release
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        for name, text in series(sources / f"vllm-{release}", release).items():
+            (folder / name).write_text(text)
+
+
+def series(root: Path, release: str) -> dict[str, str]:
+    """File name -> patch."""
+    from scripts.patches import all_gather, dispatch
+
+    tree = Tree(root, release)
+    changes = [c for c in (*dispatch.CHANGES, *all_gather.CHANGES) if faults_in(c.faults, release)]
+    found = {}
+    for number, change in enumerate(changes, 1):
+        before = dict(tree.changed)
+        change.make(tree)
+        diffs = [
+            _diff(path, before.get(path) if path in before else _pristine(root, path), text)
+            for path, text in sorted(tree.changed.items())
+            if text != before.get(path)
+        ]
+        name = f"{number:04}-{_slug(change.title)}.patch"
+        found[name] = _mail(change, release, number, len(changes), "".join(diffs))
+    return found
+
+
+def formatted(text: str) -> str:
+    """As ruff formats it, in vLLM's width; what it cannot make fit is an error."""
+    options = ["--line-length", str(COLUMNS), "--target-version", "py310"]
+    isort = ["--select", "I", "--fix", "--config", 'lint.isort.known-first-party=["vllm"]']
+    for command in (["check", *isort], ["format"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, "--isolated", "-q", *options, "-"],
+            input=text,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        text = done.stdout
+    return fold(text, COLUMNS)
+
+
+def _pristine(root: Path, path: str) -> str | None:
+    file = root / path
+    return file.read_text() if file.exists() else None
+
+
+def _diff(path: str, before: str | None, after: str | None) -> str:
+    assert after is not None
+    is_new = before is None
+    lines = difflib.unified_diff(
+        (before or "").splitlines(keepends=True),
+        after.splitlines(keepends=True),
+        "/dev/null" if is_new else f"a/{path}",
+        f"b/{path}",
+    )
+    mode = "new file mode 100644\n" if is_new else ""
+    ids = f"{'0' * 40 if before is None else blob(before)}..{blob(after)}"
+    index = f"index {ids}" + ("" if is_new else " 100644")
+    return f"diff --git a/{path} b/{path}\n{mode}{index}\n{''.join(lines)}"
+
+
+def blob(text: str) -> str:
+    """The name that git gives to a file."""
+    data = text.encode()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def _mail(change: Change, release: str, number: int, count: int, diff: str) -> str:
+    links = "".join(f"See {link}\n" for link in change.upstream)
+    faults = ", ".join(faults_in(change.faults, release))
+    return (
+        f"From {'0' * 40} Mon Sep 17 00:00:00 2001\n"
+        f"From: {AUTHOR}\n"
+        f"Date: {DATE}\n"
+        f"Subject: [PATCH {number}/{count}] {change.title}\n"
+        "\n"
+        f"{change.message.strip()}\n\n"
+        f"{links}"
+        f"---\n"
+        f"For vLLM {release}; cures {faults} of vllm-moe-dp-fix ({change.fix}).\n\n"
+        f"{diff}"
+        f"-- \nvllm-moe-dp-fix {__version__}\n"
+    )
+
+
+def _slug(title: str) -> str:
+    words = "".join(c if c.isalnum() else " " for c in title.rpartition("]")[2]).split()
+    return "-".join(words[:8])
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
+    main(Path(sys.argv[1]), sys.argv[2:] or RELEASES)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Edits Python source by the names of functions and classes, and leaves the rest as it was."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from typing import TypeAlias
+
+from scripts.patches.fold import fold
+
+COLUMNS = 88
+Definition: TypeAlias = ast.FunctionDef | ast.ClassDef
+
+
+class EditError(ValueError):
+    """The source does not have what the edit is about."""
+
+
+class Source:
+    """The text of a module. Paths are those of definitions in it, such as ``Class.method``."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def find(self, path: str) -> Definition:
+        node: ast.Module | Definition = ast.parse(self.text)
+        for name in path.split("."):
+            for child in node.body:
+                if isinstance(child, Definition) and child.name == name:
+                    node = child
+                    break
+            else:
+                raise EditError(f"there is no {path}")
+        assert isinstance(node, Definition)
+        return node
+
+    def has(self, path: str) -> bool:
+        try:
+            self.find(path)
+        except EditError:
+            return False
+        return True
+
+    def insert(self, path: str, index: int, code: str) -> None:
+        """Puts statements before the statement ``index`` of a body, docstrings not counted.
+
+        A comment right above that statement stays with it, and so does a blank line.
+        """
+        body = self.find(path).body
+        if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+            body = body[1:]
+        at = body[index]
+        lines = self.text.splitlines()
+        line = at.lineno - 1
+        while lines[line - 1].lstrip().startswith("#"):
+            line -= 1
+        blank = "" if lines[line - 1].strip() else "\n"
+        self._insert_lines(line, textwrap.dedent(code).strip("\n") + "\n" + blank, at.col_offset)
+
+    def add_after(self, path: str, code: str) -> None:
+        """Puts definitions behind another one, at its level."""
+        node = self.find(path)
+        assert node.end_lineno is not None
+        blank = "\n" if node.col_offset else "\n\n"
+        added = blank + textwrap.dedent(code).strip("\n") + "\n"
+        self._insert_lines(node.end_lineno, added, node.col_offset)
+
+    def replace(self, old: str, new: str) -> None:
+        """Replaces what is there exactly once."""
+        if (count := self.text.count(old)) != 1:
+            raise EditError(f"{old!r} is there {count} times")
+        self.text = self.text.replace(old, new)
+
+    def add_import(self, module: str, names: str) -> None:
+        """``from module import names``, where the import order wants it."""
+        imports = [
+            node
+            for node in ast.parse(self.text).body
+            if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module
+        ]
+        later = [node for node in imports if f"{node.module}" > module]
+        line = later[0].lineno - 1 if later else (imports[-1].end_lineno or 0)
+        statement = f"from {module} import {names}\n"
+        if len(statement) > 89:
+            listed = "".join(f"    {name.strip()},\n" for name in names.split(","))
+            statement = f"from {module} import (\n{listed})\n"
+        self._insert_lines(line, statement, 0)
+
+    def _insert_lines(self, line: int, code: str, indent: int) -> None:
+        lines = self.text.splitlines(keepends=True)
+        added = fold(textwrap.indent(code, " " * indent), COLUMNS)
+        self.text = "".join([*lines[:line], added, *lines[line:]])
+        ast.parse(self.text)
