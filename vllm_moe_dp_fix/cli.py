@@ -7,6 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from vllm_moe_dp_fix import __version__
@@ -46,13 +47,45 @@ def main(argv: Sequence[str] | None = None) -> int:
         choices=("cuda", "rocm", "cpu"),
         help="judge for a machine of this kind; by default, for this one",
     )
+    _add_patches(commands)
     given = list(sys.argv[1:] if argv is None else argv)
     # Everything behind "--" is the command, whatever it looks like.
     end = given.index("--") if given[:1] == ["doctor"] and "--" in given else len(given)
     arguments = parser.parse_args(given[:end])
     if arguments.command == "doctor":
         return _doctor(given[end + 1 :], arguments.json, arguments.platform)
+    if arguments.command == "patches":
+        if (arguments.check or arguments.reverse) and arguments.apply is None:
+            parser.error("--check and --reverse say how to --apply")
+        return _patches(arguments)
     return _status(arguments.json)
+
+
+def _add_patches(commands: Any) -> None:
+    patches = commands.add_parser(
+        "patches",
+        help="export the fixes as patches for vLLM's source, or apply them",
+        description="Writes the series of a release to DIR, or to stdout, as 'git am' takes it. "
+        "Exit code: 0, or 2 where that could not be done.",
+    )
+    patches.add_argument("--vllm", metavar="VERSION", help="by default, what PATH or pip says")
+    patches.add_argument("--fix", nargs="+", default=[], metavar="ID", help="these fixes alone")
+    where = patches.add_mutually_exclusive_group()
+    where.add_argument("-o", "--output", type=Path, metavar="DIR")
+    where.add_argument(
+        "--apply",
+        type=Path,
+        metavar="PATH",
+        help="change this source tree or installed vLLM (the folder that holds vllm)",
+    )
+    patches.add_argument("--check", action="store_true", help="with --apply: try, change nothing")
+    patches.add_argument("--reverse", action="store_true", help="with --apply: take them out")
+
+
+def _patches(given: argparse.Namespace) -> int:
+    from vllm_moe_dp_fix.upstream import command
+
+    return command.run(given.vllm, given.fix, given.output, given.apply, given.check, given.reverse)
 
 
 def _doctor(words: Sequence[str], as_json: bool, platform: str | None) -> int:

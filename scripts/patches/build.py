@@ -1,33 +1,23 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the patch series of releases: build.py SOURCES [RELEASE...]
-
-SOURCES holds a folder vllm-RELEASE for each, as ``fetch_vllm.py`` leaves it. The series go to
-``vllm_moe_dp_fix/upstream/series``.
-"""
+"""Makes a release's series: edits its source step by step, and writes each step as a mail."""
 
 from __future__ import annotations
 
 import difflib
 import hashlib
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+from packaging.specifiers import SpecifierSet
 
-from packaging.specifiers import SpecifierSet  # noqa: E402
+from scripts.patches.edit import COLUMNS, Source
+from scripts.patches.fold import fold
+from vllm_moe_dp_fix import __version__
+from vllm_moe_dp_fix.releases import AFFECTED
 
-from scripts.patches.edit import COLUMNS, Source  # noqa: E402
-from scripts.patches.fold import fold  # noqa: E402
-from vllm_moe_dp_fix import __version__  # noqa: E402
-from vllm_moe_dp_fix.releases import AFFECTED, RELEASES  # noqa: E402
-
-SERIES = ROOT / "vllm_moe_dp_fix" / "upstream" / "series"
 AUTHOR = "vllm-moe-dp-fix <vllm-moe-dp-fix@users.noreply.github.com>"
 DATE = "Mon, 30 Nov 2026 00:00:00 +0000"
 SPDX = (
@@ -83,15 +73,6 @@ class Change:
 def faults_in(faults: Sequence[str], release: str) -> tuple[str, ...]:
     """Those that the release has."""
     return tuple(fault for fault in faults if SpecifierSet(AFFECTED[fault]).contains(release))
-
-
-def main(sources: Path, releases: Sequence[str]) -> None:
-    for release in releases:
-        folder = SERIES / release
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        for name, text in series(sources / f"vllm-{release}", release).items():
-            (folder / name).write_text(text)
 
 
 def series(root: Path, release: str) -> dict[str, str]:
@@ -177,9 +158,3 @@ def _mail(change: Change, release: str, number: int, count: int, diff: str) -> s
 def _slug(title: str) -> str:
     words = "".join(c if c.isalnum() else " " for c in title.rpartition("]")[2]).split()
     return "-".join(words[:8])
-
-
-if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        sys.exit(__doc__)
-    main(Path(sys.argv[1]), sys.argv[2:] or RELEASES)

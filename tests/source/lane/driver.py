@@ -57,6 +57,11 @@ class Check(NamedTuple):
     is_last: bool = False
 
     @property
+    def is_of_patches(self) -> bool:
+        """Not of the plugin's settings, nor of independent replicas."""
+        return not self.environ and self.fault != "F1d" and self.dp_size > 0
+
+    @property
     def faults(self) -> list[str]:
         return (self.fault or "").split()
 
@@ -285,9 +290,13 @@ def main(output: Path, names: list[str]) -> None:
     twins.install_block_quantizer()
     twins.install_flashinfer()
     replicas.model_config()
+    is_patched = "--patched" in names
+    names = [name for name in names if name != "--patched"]
     chosen = [name for name in names or CHECKS if is_in(CHECKS[name], vllm.__version__)]
+    if is_patched:  # what the patches for vLLM's source do, on a tree that has them
+        chosen = [name for name in chosen if CHECKS[name].is_of_patches]
     without = uncured(chosen)
-    healed = cured(chosen)
+    healed = {name: [] for name in chosen} if is_patched else cured(chosen)
     results = {name: {"without": without[name], "with": healed[name]} for name in chosen}
     report = {"vllm": vllm.__version__, "verdicts": verdicts(), "checks": results}
     output.write_text(json.dumps(report, indent=1))
