@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Runs every check: lint, types, unit tests, import orders, doctor, releases, kernels, servers.
+# Runs every check: lint, types, unit tests, the package, import orders, doctor, releases, patches,
+# kernels, servers.
 # Makes the environments it needs, under $XDG_CACHE_HOME. Stops at the first part that fails.
 set -euo pipefail
 
@@ -18,6 +19,9 @@ part "lint and types"
 part "core"
 "$python" -m pytest -q tests/unit
 
+part "wheel and source distribution"
+"$python" -m pytest -q tests/package
+
 part "import orders, on real vLLM"
 "$python" -m pytest -q tests/order
 
@@ -26,6 +30,9 @@ part "doctor, on real vLLM"
 
 part "every release, on two and four ranks"
 "$python" -m pytest -q tests/source
+
+part "patch series for vLLM"
+"$python" -m pytest -q tests/patches
 
 engine=$(scripts/engine_lane.sh)
 part "Triton kernels, interpreted"
