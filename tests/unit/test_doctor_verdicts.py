@@ -260,7 +260,12 @@ def test_what_leads_to_it_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "said"), [("shared_scale", "agrees on one scale"), ("other", "gathers first")]
+    ("setting", "said"),
+    [
+        ("shared_scale", "agrees on one scale first, then"),
+        ("quantize_after_gather", "gathers first, then quantizes with one scale"),
+        ("auto", "for many rows it agrees on one first"),
+    ],
 )
 def test_strategy_of_the_dispatch(setting: str, said: str) -> None:
     assert said in judge("F1a", replace(BASE, scheme=DYNAMIC, fp8_dispatch=setting)).remedy

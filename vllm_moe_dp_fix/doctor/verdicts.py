@@ -100,11 +100,11 @@ def _f1a(facts: Facts) -> Finding:
     reason = _quantizes_before_gather(facts)
     if reason:
         return _not(reason)
-    remedy = (
-        "agrees on one scale first, then gathers FP8"
-        if facts.fp8_dispatch == "shared_scale"
-        else "gathers first, then quantizes with one scale"
-    )
+    remedy = "gathers first, then quantizes with one scale"
+    if facts.fp8_dispatch == "shared_scale":
+        remedy = "agrees on one scale first, then gathers FP8"
+    elif facts.fp8_dispatch == "auto" and facts.platform == "cuda":
+        remedy += "; for many rows it agrees on one first, and gathers FP8"
     scheme = facts.scheme
     if scheme.activations == UNKNOWN:
         return _may(f"what shares an activation scale in {scheme.method} cannot be told", remedy)
