@@ -98,7 +98,7 @@ def _patches(method: str, is_optional: bool) -> tuple[Patch, ...]:
 
 
 def _wrap_get_quant_method(original: FunctionType, module: ModuleType) -> FunctionType:
-    from vllm_moe_dp_fix.mxfp4.kernels import with_kernel
+    from vllm_moe_dp_fix.mxfp4.methods import with_kernel
     from vllm_moe_dp_fix.mxfp4.sharding import is_gpt_oss
 
     @functools.wraps(original)
@@ -114,10 +114,12 @@ def _wrap_get_quant_method(original: FunctionType, module: ModuleType) -> Functi
 
 
 def _wrap_select(original: FunctionType, module: ModuleType) -> FunctionType:
-    from vllm_moe_dp_fix.mxfp4.kernels import explained, marlin_for_others
+    from vllm_moe_dp_fix.mxfp4.kernels import explained
+    from vllm_moe_dp_fix.mxfp4.marlin import marlin_for_others
 
-    has_one_method = not hasattr(module, _GPT_OSS_METHOD)
-    return explained(marlin_for_others(original) if has_one_method else original)  # type: ignore[return-value]
+    is_for_all = not hasattr(module, _GPT_OSS_METHOD)
+    select = marlin_for_others(original) if is_for_all else original
+    return explained(select)  # type: ignore[return-value]
 
 
 # --- gpt-oss, one expert a tensor -----------------------------------------------------------

@@ -302,12 +302,13 @@ class _Loading:
     def _refuse_shape(self) -> NoReturn:
         shard = self.layout.shard
         holds = {0: "a value a row", 1: "full precision", 2: "two values a byte"}
+        what = holds.get(self.per_element, f"a scale for {BLOCK} values")
+        dtype = "bfloat16 and the like" if self.per_element == 1 else self.param.dtype
         self.refuse(
-            f"does not fit: expected {self.layout.shape(*self._expected)} of dtype "
-            f"{'bfloat16 and the like' if self.per_element == 1 else self.param.dtype}, "
-            f"{holds.get(self.per_element, f'a scale for {BLOCK} values')}, for hidden size "
-            f"{shard.hidden} and intermediate size {shard.intermediate}; is the checkpoint "
-            "another model's, or quantized with another scheme?"
+            f"does not fit: expected {self.layout.shape(*self._expected)} of dtype {dtype}, "
+            f"{what}, for hidden size {shard.hidden} and intermediate size "
+            f"{shard.intermediate}; is the checkpoint another model's, or quantized with another "
+            "scheme?"
         )
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of gpt-oss that hold a tensor an expert, and not one for all experts of a layer."""
+"""Checkpoints of gpt-oss that hold a tensor an expert, not one for a whole layer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def load_single_experts(
 
 
 def _one_expert(name: str, parameters: Mapping[str, Any]) -> tuple[str, str, int] | None:
-    """Parameter, projection and expert of a tensor ``experts.<id>.w13_weight`` and the like."""
+    """Parameter, projection and expert of a tensor like ``experts.0.w13_weight``."""
     if (match := _NAME.fullmatch(name)) is None:
         return None
     prefix, expert_id, suffix, projection = match.groups()
