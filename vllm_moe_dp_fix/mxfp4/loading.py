@@ -78,7 +78,8 @@ def attach(
     """
     name = getattr(layer, "layer_name", "") or type(layer).__name__
     setattr(layer, _STATE, _State(name, shard, quantizer, is_interleaved))
-    layer.weight_loader = MethodType(weight_loader, layer)  # what load_weights() calls, to 0.24.0
+    # What load_weights() calls, to 0.24.0.
+    layer.weight_loader = MethodType(weight_loader, layer)
     for parameter in _parameters(layer).values():
         parameter.weight_loader = MethodType(weight_loader, layer)
 

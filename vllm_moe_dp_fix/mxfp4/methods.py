@@ -11,7 +11,7 @@ _TAKE_ANY = ("CPU", "XPU", "EMULATION")  # back ends that take the weights as th
 
 
 def with_kernel(make: Callable[[], Any], make_for_gpt_oss: Callable[[], Any]) -> Any:
-    """The first method; where it has no kernel, gpt-oss's may have one for all models."""
+    """The first method; where that has no kernel, gpt-oss's may have one for all."""
     try:
         return make()
     except ValueError:
