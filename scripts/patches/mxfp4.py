@@ -197,7 +197,7 @@ CHANGES = (
     Change(
         fix=FIX,
         faults=LOADER,
-        title="[Bugfix][Quantization] Load MXFP4 experts in whole blocks, checked",
+        title="[Bugfix][Quantization] Load MXFP4 experts in whole blocks and check them",
         message="""
 The generic loader of expert layers knows neither the sizes of an MXFP4
 layer without padding nor its blocks of 32 values with one scale, and it
@@ -209,7 +209,7 @@ or an error names parameter, expert, shard and rank, and what was expected.
 Before the weights are converted, tensors that are missing and scales that
 are not a number are an error, too.
 
-What it is about in this release:
+The faults that this release has:
 """,
         notes=(
             ("F3a", "Tensors of one expert end in IndexError: tuple index out of range."),
