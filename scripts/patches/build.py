@@ -60,6 +60,7 @@ class Change:
         message: What goes wrong, and what is done about it.
         upstream: Issues and open pull requests about the same.
         make: Edits a release's source, and adds the regression test.
+        notes: (Fault, line of the message), where the release has it.
     """
 
     fix: str
@@ -68,6 +69,7 @@ class Change:
     message: str
     upstream: tuple[str, ...]
     make: Callable[[Tree], None]
+    notes: tuple[tuple[str, str], ...] = ()
 
 
 def faults_in(faults: Sequence[str], release: str) -> tuple[str, ...]:
@@ -77,10 +79,11 @@ def faults_in(faults: Sequence[str], release: str) -> tuple[str, ...]:
 
 def series(root: Path, release: str) -> dict[str, str]:
     """File name -> patch."""
-    from scripts.patches import all_gather, dispatch
+    from scripts.patches import all_gather, dispatch, mxfp4
 
     tree = Tree(root, release)
-    changes = [c for c in (*dispatch.CHANGES, *all_gather.CHANGES) if faults_in(c.faults, release)]
+    known = (*dispatch.CHANGES, *all_gather.CHANGES, *mxfp4.CHANGES)
+    changes = [change for change in known if faults_in(change.faults, release)]
     found = {}
     for number, change in enumerate(changes, 1):
         before = dict(tree.changed)
@@ -139,17 +142,18 @@ def blob(text: str) -> str:
 
 def _mail(change: Change, release: str, number: int, count: int, diff: str) -> str:
     links = "".join(f"See {link}\n" for link in change.upstream)
-    faults = ", ".join(faults_in(change.faults, release))
+    faults = faults_in(change.faults, release)
+    notes = "".join(f"- {note.strip()}\n" for fault, note in change.notes if fault in faults)
+    message = "\n\n".join(filter(None, [change.message.strip(), notes.strip(), links.strip()]))
     return (
         f"From {'0' * 40} Mon Sep 17 00:00:00 2001\n"
         f"From: {AUTHOR}\n"
         f"Date: {DATE}\n"
         f"Subject: [PATCH {number}/{count}] {change.title}\n"
         "\n"
-        f"{change.message.strip()}\n\n"
-        f"{links}"
+        f"{message}\n"
         f"---\n"
-        f"For vLLM {release}; cures {faults} of vllm-moe-dp-fix ({change.fix}).\n\n"
+        f"For vLLM {release}; cures {', '.join(faults)} of vllm-moe-dp-fix ({change.fix}).\n\n"
         f"{diff}"
         f"-- \nvllm-moe-dp-fix {__version__}\n"
     )

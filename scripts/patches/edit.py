@@ -66,6 +66,19 @@ class Source:
         added = blank + textwrap.dedent(code).strip("\n") + "\n"
         self._insert_lines(node.end_lineno, added, node.col_offset)
 
+    def append(self, path: str, code: str) -> None:
+        """Puts statements at the end of a body, after a blank line."""
+        node = self.find(path)
+        assert node.end_lineno is not None
+        added = "\n" + textwrap.dedent(code).strip("\n") + "\n"
+        self._insert_lines(node.end_lineno, added, node.body[0].col_offset)
+
+    def decorate(self, path: str, decorator: str) -> None:
+        """Puts a decorator outside of those that are there."""
+        node = self.find(path)
+        line = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+        self._insert_lines(line - 1, f"@{decorator}\n", node.col_offset)
+
     def replace(self, old: str, new: str) -> None:
         """Replaces what is there exactly once."""
         if (count := self.text.count(old)) != 1:

@@ -13,7 +13,8 @@ import tokenize
 _LITERAL = re.compile(
     r'(?P<head>\s*(?:return |raise |assert )?[rbf]*")(?P<text>.*)(?P<tail>"[,)]*)$'
 )
-_ENTRY = re.compile(r"\w[\w, ]*: ")  # of Args, Raises and the like
+_ENTRY = re.compile(r"\w[\w, ]*: ")  # under Args, Raises and the like
+_SECTION = re.compile(r"\w+:")
 
 
 def fold(text: str, columns: int) -> str:
@@ -56,21 +57,31 @@ def _overflow(lines: list[str], at: int, columns: int, is_doc: bool) -> int:
         raise ValueError(f"longer than {columns} columns: {line}")
     kept, rest = line[:cut], line[cut + 1 :]
     lines[at] = kept
-    body = kept[len(prefix) :]
-    if is_doc and _ENTRY.match(body):
+    if is_doc and _is_entry(lines, at):
         prefix += "    "
     following = lines[at + 1] if at + 1 < len(lines) else ""
     goes_on = (
         following.startswith(prefix)
         and following[len(prefix) :][:1].strip() not in ("", '"')
         and '"""' not in rest
-        and not (is_doc and _ENTRY.match(following[len(prefix) :]))
+        and not (is_doc and _is_entry(lines, at + 1))
     )
     if goes_on:
         lines[at + 1] = f"{prefix}{rest} {following[len(prefix) :]}"
         return 0
     lines.insert(at + 1, prefix + rest)
     return 1
+
+
+def _is_entry(lines: list[str], at: int) -> bool:
+    """Whether a docstring's line begins the text about a name."""
+    text = lines[at].lstrip()
+    indent = len(lines[at]) - len(text)
+    if not _ENTRY.match(text):
+        return False
+    above = (line for line in reversed(lines[:at]) if line.strip())
+    outer = next((line for line in above if len(line) - len(line.lstrip()) < indent), "")
+    return bool(_SECTION.fullmatch(outer.strip()))
 
 
 def _split_literal(lines: list[str], at: int, columns: int) -> int:

@@ -18,14 +18,33 @@ def regression_test(
         target: The module that the probe runs.
         name: Of the test, after ``test_``.
     """
-    found = extract(*probe)
+    text = _file(summary, probe[0], {probe[1]: name}, target) + extra
+    return re.sub(r"_probe_f\d\w\b", "_symptom", text)
+
+
+def regression_tests(summary: str, record: str, tests: dict[str, str], target: str) -> str:
+    """A test for each of several probes.
+
+    Args:
+        record: Module of the plugin.
+        tests: Name of a probe -> of its test, after ``test_``.
+        target: The module that the probes run.
+    """
+    text = _file(summary, record, tests, target)
+    for probe, name in tests.items():
+        text = re.sub(rf"\b{probe}\b", f"_symptom_unless_{name}", text)
+    return text
+
+
+def _file(summary: str, record: str, tests: dict[str, str], target: str) -> str:
+    found = extract(record, *tests)
     package, _, module = target.rpartition(".")
     imports = "\n".join([*found.imports, f"from {package} import {module}"])
-    code = "\n\n\n".join(found.definitions)
-    text = (
-        f'"""{summary}"""\n\nfrom __future__ import annotations\n\n{imports}\n\n{code}\n\n\n'
-        f"def test_{name}() -> None:\n    assert {probe[1]}({module}) is None\n{extra}"
-    )
+    asserted = [
+        f"def test_{name}() -> None:\n    assert {probe}({module}) is None\n"
+        for probe, name in tests.items()
+    ]
+    code = "\n\n\n".join([*found.definitions, *asserted])
+    text = f'"""{summary}"""\n\nfrom __future__ import annotations\n\n{imports}\n\n{code}'
     text = re.sub(r"^ +import torch\n+", "", text, flags=re.MULTILINE)
-    text = text.replace("\n\nimport ", "\n\nimport torch\nimport ", 1)
-    return re.sub(r"_probe_f\d\w\b", "_symptom", text)
+    return text.replace("\n\nimport ", "\n\nimport torch\nimport ", 1)

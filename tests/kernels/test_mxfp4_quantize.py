@@ -20,7 +20,8 @@ import triton
 
 from scripts.gpu.bench_mxfp4_quantize import ENTRY, load_downcast
 from vllm_moe_dp_fix.mxfp4 import triton_kernel
-from vllm_moe_dp_fix.mxfp4.quantize import NAN_SCALE, quantize
+from vllm_moe_dp_fix.mxfp4.quantize import quantize
+from vllm_moe_dp_fix.mxfp4.sharding import NAN_SCALE
 
 Tensor: TypeAlias = torch.Tensor
 Pair: TypeAlias = tuple[Any, Any]  # packed and scales, as numpy

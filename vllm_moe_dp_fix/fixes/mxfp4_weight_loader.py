@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -26,10 +25,8 @@ if TYPE_CHECKING:
 
     Tensor: TypeAlias = torch.Tensor
 
-_SHARD = "_moe_dp_fix_shard"
 _METHOD = "Mxfp4MoEMethod"
 _GPT_OSS_METHOD = "GptOssMxfp4MoEMethod"  # from 0.20.0; before, there is one method for all
-_TAKE_ANY = ("CPU", "XPU", "EMULATION")  # back ends that take the weights as they are
 # Chooses the kernel of Mxfp4MoEMethod; from 0.21.0 the second one chooses gpt-oss's.
 _SELECTIONS = ("select_deepseek_v4_mxfp4_moe_backend", "select_mxfp4_moe_backend")
 
@@ -38,7 +35,7 @@ _SELECTIONS = ("select_deepseek_v4_mxfp4_moe_backend", "select_mxfp4_moe_backend
 
 
 def _wrap_roundup(original: FunctionType, module: ModuleType) -> FunctionType:
-    from vllm_moe_dp_fix.mxfp4.sharding import ExpertShard
+    from vllm_moe_dp_fix.mxfp4.hooks import cut_into_blocks
 
     @functools.wraps(original)
     def maybe_roundup_sizes(
@@ -48,33 +45,24 @@ def _wrap_roundup(original: FunctionType, module: ModuleType) -> FunctionType:
         act_dtype: Any,
         moe_parallel_config: Any,
     ) -> tuple[int, int]:
-        tp_size, tp_rank = moe_parallel_config.tp_size, moe_parallel_config.tp_rank
-        intermediate = intermediate_size_per_partition * tp_size
-        shard = ExpertShard(hidden_size, intermediate, tp_size, tp_rank)
-        if not shard.is_even:
-            if self.moe.is_lora_enabled:
-                raise ValueError(
-                    f"MXFP4 experts of intermediate size {shard.intermediate} cannot be cut into "
-                    f"{tp_size} equal parts of whole blocks, which LoRA needs; use "
-                    "--enable-expert-parallel, another TP or DP size, or no LoRA"
-                )
-            # What kernels read as the width of this rank; the stride only where it is the width.
-            self.moe.intermediate_size_per_partition_unpadded = shard.width
-        setattr(self, _SHARD, shard)
-        return original(self, hidden_size, shard.stride, act_dtype, moe_parallel_config)
+        width = cut_into_blocks(
+            self, hidden_size, intermediate_size_per_partition, moe_parallel_config
+        )
+        return original(self, hidden_size, width, act_dtype, moe_parallel_config)
 
     return maybe_roundup_sizes  # type: ignore[return-value]
 
 
 def _wrap_create_weights(original: FunctionType, module: ModuleType) -> FunctionType:
-    from vllm_moe_dp_fix.mxfp4.loading import attach
+    from vllm_moe_dp_fix.mxfp4.hooks import attach_loader
+    from vllm_moe_dp_fix.mxfp4.quantize import quantize
 
-    quantizes = not _quantizes_online(module)
+    quantizer = None if _quantizes_online(module) else quantize
 
     @functools.wraps(original)
     def create_weights(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
         original(self, layer, *args, **kwargs)
-        attach(layer, getattr(self, _SHARD), quantizes, is_interleaved=_is_gpt_oss(self.moe))
+        attach_loader(self, layer, quantizer)
 
     return create_weights  # type: ignore[return-value]
 
@@ -110,125 +98,48 @@ def _patches(method: str, is_optional: bool) -> tuple[Patch, ...]:
 
 
 def _wrap_get_quant_method(original: FunctionType, module: ModuleType) -> FunctionType:
+    from vllm_moe_dp_fix.mxfp4.methods import with_kernel
+    from vllm_moe_dp_fix.mxfp4.sharding import is_gpt_oss
+
     @functools.wraps(original)
     def get_quant_method(self: Any, layer: Any, prefix: str) -> Any:
         config = getattr(layer, "moe_config", None)
-        if config is None or self.get_name() != "mxfp4" or _is_gpt_oss(config):
+        if config is None or self.get_name() != "mxfp4" or is_gpt_oss(config):
             return original(self, layer, prefix)
-        try:
-            return getattr(module, _METHOD)(config)
-        except ValueError:  # no kernel; gpt-oss's method has some that are not for gpt-oss alone
-            with suppress(Exception):
-                method = original(self, layer, prefix)
-                if method.mxfp4_backend.name in _TAKE_ANY:
-                    return method
-            raise
+        return with_kernel(
+            lambda: getattr(module, _METHOD)(config), lambda: original(self, layer, prefix)
+        )
 
     return get_quant_method  # type: ignore[return-value]
 
 
 def _wrap_select(original: FunctionType, module: ModuleType) -> FunctionType:
-    @functools.wraps(original)
-    def select(config: Any) -> Any:
-        try:
-            backend, experts = original(config)
-        except (NotImplementedError, ValueError) as error:
-            raise ValueError(_no_kernel(config, module, str(error))) from error
-        if not hasattr(module, _GPT_OSS_METHOD) and not _is_gpt_oss(config):
-            backend, experts = _marlin(config, module, backend, experts)
-        if backend == module.Mxfp4MoeBackend.NONE:
-            raise ValueError(_no_kernel(config, module, "no back end supports this device"))
-        return backend, experts
+    from vllm_moe_dp_fix.mxfp4.kernels import explained
+    from vllm_moe_dp_fix.mxfp4.marlin import marlin_for_others
 
-    return select  # type: ignore[return-value]
-
-
-def _is_gpt_oss(config: Any) -> bool:
-    """Whether the activation wants gate and up in alternating rows."""
-    return config.activation.value == "swigluoai"
-
-
-def _marlin(config: Any, module: ModuleType, backend: Any, experts: Any) -> tuple[Any, Any]:
-    """To 0.19.1, the one back end whose weight conversion is not made for gpt-oss alone."""
-    from vllm.model_executor.layers.fused_moe import modular_kernel
-    from vllm.model_executor.layers.fused_moe.oracle import mxfp4 as oracle
-
-    backends = module.Mxfp4MoeBackend
-    if backend in (backends.NONE, backends.MARLIN, backends.BATCHED_MARLIN, backends.XPU):
-        return backend, experts
-    formats = modular_kernel.FusedMoEActivationFormat
-    is_batched = config.moe_parallel_config.use_batched_activation_format
-    marlin = backends.BATCHED_MARLIN if is_batched else backends.MARLIN
-    wanted = formats.BatchedExperts if is_batched else formats.Standard
-    kernel = oracle.backend_to_kernel_cls(marlin)[0]
-    is_supported, reason = kernel.is_supported_config(
-        kernel, config, oracle.kMxfp4Static, None, wanted
-    )
-    if not is_supported:
-        only = f"{backend.value} is made for gpt-oss alone, and {marlin.value}: {reason}"
-        raise ValueError(_no_kernel(config, module, only))
-    return marlin, kernel
-
-
-def _no_kernel(config: Any, module: ModuleType, reason: str) -> str:
-    import vllm
-    from vllm.platforms import current_platform
-
-    names = ", ".join(
-        backend.value for backend in module.Mxfp4MoeBackend if backend.value != "None"
-    )
-    return (
-        f"--quantization mxfp4 was asked for, and vLLM {vllm.__version__} has no MXFP4 kernel for "
-        f"experts with activation {config.activation.value!r} on "
-        f"{current_platform.device_name or current_platform.device_type}: {reason} Its back ends "
-        f"are {names}; which of them fit, VLLM_LOGGING_LEVEL=DEBUG says. Serve without "
-        "--quantization or with fp8, use a GPU of compute capability 8.0 or newer (Marlin), or a "
-        "newer vLLM."
-    )
+    is_for_all = not hasattr(module, _GPT_OSS_METHOD)
+    select = marlin_for_others(original) if is_for_all else original
+    return explained(select)  # type: ignore[return-value]
 
 
 # --- gpt-oss, one expert a tensor -----------------------------------------------------------
 
-_EXPERT_NAME = re.compile(r"(.*\.experts\.)(\d+)\.((w13|w2)_(?:weight|weight_scale|bias))")
-
 
 def _wrap_gpt_oss_loader(original: FunctionType, module: ModuleType) -> FunctionType:
+    from vllm_moe_dp_fix.mxfp4.single_experts import load_single_experts
+
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def _load_weights_mxfp4(self: Any, *args: Any, **kwargs: Any) -> set[str]:
         call = signature.bind(self, *args, **kwargs)
-        parameters = dict(self.named_parameters())
         loaded: set[str] = set()
-
-        def of_all_experts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-            for name, weight in weights:
-                found = _one_expert(name, parameters)
-                if found is None:
-                    yield name, weight
-                    continue
-                stacked, projection, expert_id = found
-                parameter = parameters[stacked]
-                parameter.weight_loader(
-                    parameter, weight, weight_name=name, shard_id=projection, expert_id=expert_id
-                )
-                loaded.add(stacked)
-
-        call.arguments["weights"] = of_all_experts(call.arguments["weights"])
+        call.arguments["weights"] = load_single_experts(
+            call.arguments["weights"], dict(self.named_parameters()), loaded
+        )
         return original(*call.args, **call.kwargs) | loaded
 
     return _load_weights_mxfp4  # type: ignore[return-value]
-
-
-def _one_expert(name: str, parameters: dict[str, Any]) -> tuple[str, str, int] | None:
-    """Parameter, projection and expert of a tensor ``experts.<id>.w13_weight`` and the like."""
-    if (match := _EXPERT_NAME.fullmatch(name)) is None:
-        return None
-    prefix, expert_id, suffix, projection = match.groups()
-    for stacked in (prefix + suffix, f"{prefix}routed_experts.{suffix}"):
-        if stacked in parameters:
-            return stacked, projection, int(expert_id)
-    return None
 
 
 # --- probes ---------------------------------------------------------------------------------

@@ -8,18 +8,19 @@ without padding, so a tensor either has the one shape that fits or is refused.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 
-from vllm_moe_dp_fix.mxfp4.quantize import NAN_SCALE, quantize
-from vllm_moe_dp_fix.mxfp4.sharding import BLOCK, ExpertLayout, ExpertShard
+from vllm_moe_dp_fix.mxfp4.sharding import BLOCK, NAN_SCALE, ExpertLayout, ExpertShard
 
 if TYPE_CHECKING:
     Tensor: TypeAlias = torch.Tensor
+    # Rows, and where their packed values and their scales go.
+    Quantizer: TypeAlias = Callable[[Tensor, Tensor, Tensor], None]
 
 logger = logging.getLogger("vllm.moe_dp_fix")
 
@@ -54,7 +55,7 @@ class _State:
 
     Attributes:
         layer_name: For error messages.
-        quantizes: Full-precision weights are quantized as they load.
+        quantizer: Quantizes full-precision weights as they load; None where they are refused.
         is_interleaved: Gate and up lie in alternating rows, as gpt-oss's activation wants them.
         written: Parameter name -> what of it was written, as ``2 * local expert + part``.
         was_finished: The layer was processed once; what loads from now on is an update.
@@ -62,20 +63,23 @@ class _State:
 
     layer_name: str
     shard: ExpertShard
-    quantizes: bool
+    quantizer: Quantizer | None
     is_interleaved: bool
     written: dict[str, set[int]] = field(default_factory=dict)
     was_finished: bool = False
 
 
-def attach(layer: Any, shard: ExpertShard, quantizes: bool, is_interleaved: bool) -> None:
+def attach(
+    layer: Any, shard: ExpertShard, quantizer: Quantizer | None, is_interleaved: bool
+) -> None:
     """Makes ``weight_loader`` the loader of the layer's MXFP4 parameters.
 
     It is bound to the layer as vLLM's own is, so that vLLM's reloading can part the two.
     """
     name = getattr(layer, "layer_name", "") or type(layer).__name__
-    setattr(layer, _STATE, _State(name, shard, quantizes, is_interleaved))
-    layer.weight_loader = MethodType(weight_loader, layer)  # what load_weights() calls, to 0.24.0
+    setattr(layer, _STATE, _State(name, shard, quantizer, is_interleaved))
+    # What load_weights() calls, to 0.24.0.
+    layer.weight_loader = MethodType(weight_loader, layer)
     for parameter in _parameters(layer).values():
         parameter.weight_loader = MethodType(weight_loader, layer)
 
@@ -137,7 +141,7 @@ class _Loading:
         self.parts = self._parts()
 
     def run(self) -> bool:
-        if self.per_element == 1 and not self.state.quantizes:
+        if self.per_element == 1 and self.state.quantizer is None:
             return self._load_shared_expert()
         self.loaded = self._flat_blocks(self.loaded)
         dims = 1 if self.kind == "bias" else 2
@@ -275,7 +279,8 @@ class _Loading:
             packed.copy_(torch.empty_like(packed))
             scales.copy_(torch.empty_like(scales))
         else:
-            quantize(rows.to(packed.device), packed, scales)
+            assert self.state.quantizer is not None
+            self.state.quantizer(rows.to(packed.device), packed, scales)
 
     def _claim(self, name: str, local: int) -> None:
         if self.param.is_meta:  # a reload counts elements first
@@ -298,12 +303,13 @@ class _Loading:
     def _refuse_shape(self) -> NoReturn:
         shard = self.layout.shard
         holds = {0: "a value a row", 1: "full precision", 2: "two values a byte"}
+        what = holds.get(self.per_element, f"a scale for {BLOCK} values")
+        dtype = "bfloat16 and the like" if self.per_element == 1 else self.param.dtype
         self.refuse(
-            f"does not fit: expected {self.layout.shape(*self._expected)} of dtype "
-            f"{'bfloat16 and the like' if self.per_element == 1 else self.param.dtype}, "
-            f"{holds.get(self.per_element, f'a scale for {BLOCK} values')}, for hidden size "
-            f"{shard.hidden} and intermediate size {shard.intermediate}; is the checkpoint "
-            "another model's, or quantized with another scheme?"
+            f"does not fit: expected {self.layout.shape(*self._expected)} of dtype {dtype}, "
+            f"{what}, for hidden size {shard.hidden} and intermediate size "
+            f"{shard.intermediate}; is the checkpoint another model's, or quantized with another "
+            "scheme?"
         )
 
     @property

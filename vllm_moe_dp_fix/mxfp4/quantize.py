@@ -8,11 +8,10 @@ from typing import TypeAlias
 
 import torch
 
-from vllm_moe_dp_fix.mxfp4.sharding import BLOCK
+from vllm_moe_dp_fix.mxfp4.sharding import BLOCK, NAN_SCALE
 
 Tensor: TypeAlias = torch.Tensor
 
-NAN_SCALE = 255  # E8M0
 _INFINITY = 0x7F800000  # as float32 bits; NaNs are above
 # The midpoints between neighbouring E2M1 values, in quarters.
 _MIDPOINTS = (1, 3, 5, 7, 10, 14, 20)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import torch
@@ -12,10 +12,16 @@ if TYPE_CHECKING:
     Tensor: TypeAlias = torch.Tensor
 
 BLOCK = 32  # values along the contraction dimension that share one scale
+NAN_SCALE = 255  # E8M0
 
 
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def is_gpt_oss(config: Any) -> bool:
+    """Whether the activation of a layer wants gate and up in alternating rows."""
+    return config.activation.value == "swigluoai"
 
 
 @dataclass(frozen=True)
