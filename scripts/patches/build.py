@@ -96,10 +96,11 @@ def main(sources: Path, releases: Sequence[str]) -> None:
 
 def series(root: Path, release: str) -> dict[str, str]:
     """File name -> patch."""
-    from scripts.patches import all_gather, dispatch
+    from scripts.patches import all_gather, dispatch, nixl
 
     tree = Tree(root, release)
-    changes = [c for c in (*dispatch.CHANGES, *all_gather.CHANGES) if faults_in(c.faults, release)]
+    every = (*dispatch.CHANGES, *all_gather.CHANGES, *nixl.CHANGES)
+    changes = [change for change in every if faults_in(change.faults, release)]
     found = {}
     for number, change in enumerate(changes, 1):
         before = dict(tree.changed)

@@ -42,6 +42,11 @@ class Source:
             return False
         return True
 
+    def parameters(self, path: str) -> list[str]:
+        node = self.find(path)
+        assert isinstance(node, ast.FunctionDef)
+        return [argument.arg for argument in node.args.args]
+
     def insert(self, path: str, index: int, code: str) -> None:
         """Puts statements before the statement ``index`` of a body, docstrings not counted.
 
@@ -77,13 +82,18 @@ class Source:
         The docstring stays. The new method has the same parameters.
         """
         node = self.find(path)
-        assert isinstance(node, ast.FunctionDef) and node.returns is not None
+        assert isinstance(node, ast.FunctionDef)
+        assert node.returns is not None
         assert node.returns.end_lineno is not None
         header = self.text.splitlines()[node.lineno - 1 : node.returns.end_lineno]
         header[0] = header[0].replace(f"def {node.name}(", f"def {name}(", 1)
         first = _statements(node)[0]
         body = textwrap.indent(textwrap.dedent(code).strip("\n"), " " * first.col_offset)
-        self._insert_lines(self._start(first), "\n".join([body, "", *header, ""]), 0)
+        lines = self.text.splitlines(keepends=True)
+        line = self._start(first)
+        added = "\n".join([body, "", *header, ""])
+        self.text = "".join([*lines[:line], added, *lines[line:]])
+        ast.parse(self.text)
 
     def replace(self, old: str, new: str) -> None:
         """Replaces what is there exactly once."""

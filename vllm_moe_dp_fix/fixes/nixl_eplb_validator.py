@@ -75,9 +75,8 @@ def _wrap_exchange_meta(original: FunctionType, module: ModuleType) -> FunctionT
         if hasattr(self, "_all_expert_weights"):
             tensors = [tensor for in_layer in self._all_expert_weights for tensor in in_layer]
             peers = setup.exchange_addresses(self, tensors)
-            layout = setup.setup_of(self).layout
-            assert layout is not None
-            self._remote_send_meta.update(addresses.by_tensor(layout, peers))
+            found = addresses.by_tensor(setup.layout_of(self), peers)
+            self._remote_send_meta.update(found)
             return
         # To 0.22.1 peers read a buffer that experts are packed in.
         peers = setup.exchange_addresses(self, [self._send_buffer])
@@ -153,12 +152,12 @@ def _wrap_execute(original: FunctionType, module: ModuleType) -> FunctionType:
 
 # --- probes ---------------------------------------------------------------------------------
 
-# The plugin's, and vLLM's own in a source with the patches.
+# Where the collectives of a repaired communicator are.
 _EXCHANGES = {"vllm_moe_dp_fix.nixl.exchange", "vllm.distributed.eplb.nixl.exchange"}
 
 
 class _Wrapper:
-    """Stands for NIXL's agent, so that a probe needs neither NIXL nor memory of a device."""
+    """Stands for NIXL's agent, so that neither NIXL nor a device is needed."""
 
     def __init__(self, *_: object) -> None:
         pass
@@ -257,7 +256,7 @@ class _Overlay:
 
 
 def _no_details(group: _Group, data: bytes | None, size: int) -> bytes:
-    """The probes' peer sends no details: this rank's own stand for them."""
+    """The peer sends no details: this rank's own stand for them."""
     group.mine = data or group.mine
     return group.mine
 

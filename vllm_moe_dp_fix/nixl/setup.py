@@ -97,9 +97,16 @@ class Setup:
         return described
 
 
-def setup_of(communicator: Any) -> Setup:
-    found: Setup = getattr(communicator, _SETUP)
-    return found
+def layout_of(communicator: Any) -> Layout:
+    """What this rank holds, and its peers as well."""
+    layout = _setup_of(communicator).layout
+    assert layout is not None
+    return layout
+
+
+def _setup_of(communicator: Any) -> Setup:
+    setup: Setup = getattr(communicator, _SETUP)
+    return setup
 
 
 @contextmanager
@@ -141,7 +148,7 @@ def exchanging_later(communicator: Any) -> Iterator[None]:
 
 def meet_peers(communicator: Any) -> None:
     """The first exchange, and connecting to the peers."""
-    setup = setup_of(communicator)
+    setup = _setup_of(communicator)
     agent, failure = None, None
     try:
         agent = communicator._nixl_wrapper.get_agent_metadata()
@@ -166,7 +173,7 @@ def exchange_addresses(
     Returns:
         Peer -> the addresses of its tensors, in the order of ours, and its device.
     """
-    setup = setup_of(communicator)
+    setup = _setup_of(communicator)
     addresses = array("q", [tensor.data_ptr() for tensor in tensors]).tobytes()
     mine = _Connected(setup.failure, communicator._cuda_device_id, addresses)
     said: list[_Connected] = exchange.gather(setup.group, mine)
@@ -182,7 +189,7 @@ def exchange_addresses(
 
 
 def in_words(error: BaseException) -> str:
-    """An error and its causes: vLLM wraps them in one that says only in which step it was."""
+    """An error and its causes: the outermost one says only in which step it was."""
     words = []
     cause: BaseException | None = error
     while cause is not None:
@@ -201,7 +208,7 @@ def _fail_together(setup: Setup, error: Exception) -> Exception | None:
 
 
 def _report_in(error: BaseException) -> Exception | None:
-    """The common error, which vLLM wraps in another one."""
+    """The common error, which the step of the set-up wraps in another one."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, NixlEplbError):

@@ -74,7 +74,7 @@ def leaving_together(communicator: Any) -> Iterator[None]:
     try:
         yield
     except Exception:
-        # Before its first read a rank fails in front of vLLM's barrier, and no peer is here.
+        # Before its first read a rank fails in front of the barrier, and no peer is here.
         if communicator.__dict__.pop(_MOVES, None):
             with suppress(NixlEplbError):
                 exchange.all_fine(communicator._cpu_group, False)
