@@ -53,7 +53,7 @@ def failures(causes: Mapping[int, str], world_size: int) -> str:
 def differences(groups: Sequence[Described], world_size: int) -> str:
     """The text where the ranks do not hold the same.
 
-    Starts with words that vLLM has used before, so that a search for them finds this one. Of a great
+    Starts with words that vLLM has used before, so that a search for them finds this. Of a great
     many kinds of ranks, ``groups`` are the largest.
     """
     found: dict[_Difference, list[Key]] = {}
