@@ -86,7 +86,9 @@ def _set_up(tree: Tree) -> None:
         else:
             addresses_of_peers = PACKED.format("base, device_id")
         source.replace_body(f"{CLASS}._exchange_remote_send_meta", addresses_of_peers)
-        if source.has(f"{CLASS}._ensure_remote_state"):
+        if source.has(f"{CLASS}._init_remote_state"):  # from 0.24.0
+            source.replace("(uses ``all_gather_object`` twice)", "(all ranks gather twice)")
+        if source.has(f"{CLASS}._ensure_remote_state"):  # to 0.28.0
             source.replace_body(f"{CLASS}._ensure_remote_state", DEFERRED)
         source.add_import(PACKAGE, "addresses, setup" if has_addresses else "setup")
 
