@@ -79,11 +79,11 @@ def faults_in(faults: Sequence[str], release: str) -> tuple[str, ...]:
 
 def series(root: Path, release: str) -> dict[str, str]:
     """File name -> patch."""
-    from scripts.patches import all_gather, dispatch, mxfp4
+    from scripts.patches import all_gather, dispatch, mxfp4, nixl
 
     tree = Tree(root, release)
-    known = (*dispatch.CHANGES, *all_gather.CHANGES, *mxfp4.CHANGES)
-    changes = [change for change in known if faults_in(change.faults, release)]
+    every = (*dispatch.CHANGES, *all_gather.CHANGES, *mxfp4.CHANGES, *nixl.CHANGES)
+    changes = [change for change in every if faults_in(change.faults, release)]
     found = {}
     for number, change in enumerate(changes, 1):
         before = dict(tree.changed)

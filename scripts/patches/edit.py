@@ -42,20 +42,19 @@ class Source:
             return False
         return True
 
+    def parameters(self, path: str) -> list[str]:
+        node = self.find(path)
+        assert isinstance(node, ast.FunctionDef)
+        return [argument.arg for argument in node.args.args]
+
     def insert(self, path: str, index: int, code: str) -> None:
         """Puts statements before the statement ``index`` of a body, docstrings not counted.
 
         A comment right above that statement stays with it, and so does a blank line.
         """
-        body = self.find(path).body
-        if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
-            body = body[1:]
-        at = body[index]
-        lines = self.text.splitlines()
-        line = at.lineno - 1
-        while lines[line - 1].lstrip().startswith("#"):
-            line -= 1
-        blank = "" if lines[line - 1].strip() else "\n"
+        at = _statements(self.find(path))[index]
+        line = self._start(at)
+        blank = "" if self.text.splitlines()[line - 1].strip() else "\n"
         self._insert_lines(line, textwrap.dedent(code).strip("\n") + "\n" + blank, at.col_offset)
 
     def add_after(self, path: str, code: str) -> None:
@@ -79,6 +78,36 @@ class Source:
         line = min([node.lineno, *(d.lineno for d in node.decorator_list)])
         self._insert_lines(line - 1, f"@{decorator}\n", node.col_offset)
 
+    def replace_body(self, path: str, code: str) -> None:
+        """Puts statements in place of those of a body; its docstring stays."""
+        node = self.find(path)
+        body = _statements(node)
+        assert node.end_lineno is not None
+        lines = self.text.splitlines(keepends=True)
+        line = self._start(body[0])
+        self.text = "".join([*lines[:line], *lines[node.end_lineno :]])
+        added = textwrap.dedent(code).strip("\n") + "\n"
+        self._insert_lines(line, added, body[0].col_offset)
+
+    def split(self, path: str, name: str, code: str) -> None:
+        """Gives a method another body, which calls the one it had: that of a new method now.
+
+        The docstring stays. The new method has the same parameters.
+        """
+        node = self.find(path)
+        assert isinstance(node, ast.FunctionDef)
+        assert node.returns is not None
+        assert node.returns.end_lineno is not None
+        header = self.text.splitlines()[node.lineno - 1 : node.returns.end_lineno]
+        header[0] = header[0].replace(f"def {node.name}(", f"def {name}(", 1)
+        first = _statements(node)[0]
+        body = textwrap.indent(textwrap.dedent(code).strip("\n"), " " * first.col_offset)
+        lines = self.text.splitlines(keepends=True)
+        line = self._start(first)
+        added = "\n".join([body, "", *header, ""])
+        self.text = "".join([*lines[:line], added, *lines[line:]])
+        ast.parse(self.text)
+
     def replace(self, old: str, new: str) -> None:
         """Replaces what is there exactly once."""
         if (count := self.text.count(old)) != 1:
@@ -100,8 +129,23 @@ class Source:
             statement = f"from {module} import (\n{listed})\n"
         self._insert_lines(line, statement, 0)
 
+    def _start(self, node: ast.stmt) -> int:
+        """The line before which a statement begins, with the comment right above it."""
+        lines = self.text.splitlines()
+        line = node.lineno - 1
+        while lines[line - 1].lstrip().startswith("#"):
+            line -= 1
+        return line
+
     def _insert_lines(self, line: int, code: str, indent: int) -> None:
         lines = self.text.splitlines(keepends=True)
         added = fold(textwrap.indent(code, " " * indent), COLUMNS)
         self.text = "".join([*lines[:line], added, *lines[line:]])
         ast.parse(self.text)
+
+
+def _statements(node: Definition) -> list[ast.stmt]:
+    """Those of a body without its docstring."""
+    first = node.body[0]
+    is_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    return node.body[1:] if is_docstring else node.body

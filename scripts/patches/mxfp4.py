@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
-from scripts.patches.build import ROOT, Change, Tree, faults_in
+from pathlib import Path
+
+from scripts.patches.build import Change, Tree, faults_in
 from scripts.patches.edit import Source
 from scripts.patches.tests_from import regression_test, regression_tests
 from vllm_moe_dp_fix.fixes.mxfp4_weight_loader import FIX as RECORDS
 from vllm_moe_dp_fix.registry import GPT_OSS, MXFP4
 
+PLUGIN = Path(__file__).parents[2] / "vllm_moe_dp_fix"
 FIX = RECORDS.id
 RECORD = f"vllm_moe_dp_fix.fixes.{FIX}"
 PACKAGE = "vllm.model_executor.layers.quantization.utils.mxfp4_experts"
@@ -68,7 +71,7 @@ select_mxfp4_moe_backend = explained(
 def _vendor(tree: Tree, *names: str) -> None:
     """Modules of the plugin, at their place in vLLM."""
     for name in names:
-        text = (ROOT / "vllm_moe_dp_fix" / "mxfp4" / f"{name}.py").read_text().partition("\n")[2]
+        text = (PLUGIN / "mxfp4" / f"{name}.py").read_text().partition("\n")[2]
         for own, theirs in IN_VLLM.items():
             text = text.replace(own, theirs)
         tree.add(f"{PACKAGE.replace('.', '/')}/{name}.py", text)

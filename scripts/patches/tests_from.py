@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
-from scripts.patches.extract import extract
+from scripts.patches.extract import PACKAGE, extract
 
 
 def regression_test(
@@ -18,33 +19,47 @@ def regression_test(
         target: The module that the probe runs.
         name: Of the test, after ``test_``.
     """
-    text = _file(summary, probe[0], {probe[1]: name}, target) + extra
-    return re.sub(r"_probe_f\d\w\b", "_symptom", text)
+    text = regression_tests(summary, probe[0], {probe[1]: name}, target, extra=extra)
+    return text.replace(f"_symptom_{name}", "_symptom")
 
 
-def regression_tests(summary: str, record: str, tests: dict[str, str], target: str) -> str:
-    """A test for each of several probes.
+def regression_tests(
+    summary: str,
+    module: str,
+    probes: Mapping[str, str],
+    target: str,
+    helpers: tuple[str, ...] = (),
+    imports: tuple[str, ...] = (),
+    extra: str = "",
+) -> str:
+    """Tests that probes find no symptom in a module of vLLM.
 
     Args:
-        record: Module of the plugin.
-        tests: Name of a probe -> of its test, after ``test_``.
+        module: Of the plugin.
+        probes: Function in it -> name of its test, after ``test_``.
         target: The module that the probes run.
+        helpers: Further names of the plugin's module, and
+        imports: further imports that ``extra`` needs.
+        extra: Further tests.
     """
-    text = _file(summary, record, tests, target)
-    for probe, name in tests.items():
-        text = re.sub(rf"\b{probe}\b", f"_symptom_unless_{name}", text)
+    found = extract(module, *helpers, *probes)
+    package, _, name = target.rpartition(".")
+    hoisted = {line.strip() for line in re.findall(_INNER, "\n".join(found.definitions), re.M)}
+    statements = {*found.imports, *imports, *hoisted, f"from {package} import {name}"}
+    code = re.sub(rf"{_INNER}\n+", "", "\n\n\n".join(found.definitions), flags=re.M)
+    code = re.sub(rf'"{PACKAGE}\.[\w.]+", ', "", code)  # modules that vLLM has by other names
+    tests = "\n\n\n".join(
+        f"def test_{test}() -> None:\n    assert {probe}({name}) is None"
+        for probe, test in probes.items()
+    )
+    text = (
+        f'"""{summary}"""\n\nfrom __future__ import annotations\n\n'
+        + "\n".join(sorted(statements))
+        + f"\n\n{code}\n\n\n{tests}\n{extra}"
+    )
+    for probe, test in probes.items():
+        text = re.sub(rf"\b{probe}\b", f"_symptom_{test}", text)
     return text
 
 
-def _file(summary: str, record: str, tests: dict[str, str], target: str) -> str:
-    found = extract(record, *tests)
-    package, _, module = target.rpartition(".")
-    imports = "\n".join([*found.imports, f"from {package} import {module}"])
-    asserted = [
-        f"def test_{name}() -> None:\n    assert {probe}({module}) is None\n"
-        for probe, name in tests.items()
-    ]
-    code = "\n\n\n".join([*found.definitions, *asserted])
-    text = f'"""{summary}"""\n\nfrom __future__ import annotations\n\n{imports}\n\n{code}'
-    text = re.sub(r"^ +import torch\n+", "", text, flags=re.MULTILINE)
-    return text.replace("\n\nimport ", "\n\nimport torch\nimport ", 1)
+_INNER = r"^ +import \w+$"  # the plugin's functions import torch themselves

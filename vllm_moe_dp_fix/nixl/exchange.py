@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT = timedelta(minutes=5)  # as vLLM's own barrier after the READs
+TIMEOUT = timedelta(minutes=5)  # as the barrier after the READs
 
 
 class NixlEplbError(RuntimeError):

@@ -53,7 +53,7 @@ def failures(causes: Mapping[int, str], world_size: int) -> str:
 def differences(groups: Sequence[Described], world_size: int) -> str:
     """The text where the ranks do not hold the same.
 
-    Starts with vLLM's own words, so that a search for its message still finds this one. Of a great
+    Starts with words that vLLM has used before, so that a search for them finds this. Of a great
     many kinds of ranks, ``groups`` are the largest.
     """
     found: dict[_Difference, list[Key]] = {}
@@ -83,8 +83,8 @@ def differences(groups: Sequence[Described], world_size: int) -> str:
 
 def label_differences(groups: Sequence[Described]) -> str:
     """What the ranks call differently, in one line: no harm to a transfer."""
-    versions = _by_value(groups, lambda group: group.labels.version)
-    methods = _by_value(groups, _methods)
+    versions = _by_value(groups, [group.labels.version for group in groups])
+    methods = _by_value(groups, [_methods(group) for group in groups])
     parts = [
         f"{what} {_values(values)}"
         for what, values in (("vLLM", versions), ("quantization", methods))
@@ -107,21 +107,17 @@ def _differences(
     groups: Sequence[Described],
 ) -> Iterable[tuple[Key | None, _Difference]]:
     for what in ("experts", "device"):
-        values = _by_value(groups, lambda group, what=what: str(getattr(group.layout, what)))
+        values = _by_value(groups, [str(getattr(group.layout, what)) for group in groups])
         if len(values) > 1:
             yield None, _Difference({"experts": "local experts"}.get(what, what), values)
     for key in sorted({key for group in groups for key in group.layout.tensors}):
         held = [group.layout.tensors.get(key) for group in groups]
         if None in held:
-            values = _by_value(
-                groups, lambda g, key=key: "there" if key in g.layout.tensors else "missing"
-            )
+            values = _by_value(groups, ["there" if one else "missing" for one in held])
             yield key, _Difference("tensor", values)
             continue
         for field in TensorLayout._fields:
-            values = _by_value(
-                groups, lambda g, key=key, field=field: str(getattr(g.layout.tensors[key], field))
-            )
+            values = _by_value(groups, [str(getattr(one, field)) for one in held])
             if len(values) > 1:
                 yield key, _Difference(_FIELDS[field], values)
                 if field == "nbytes":
@@ -129,22 +125,22 @@ def _differences(
 
 
 def _by_value(
-    groups: Sequence[Described], value_of: object
+    groups: Sequence[Described], values: Sequence[str]
 ) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Value -> ranks; the value of most ranks first, of the lowest rank where there is a tie."""
+    """The groups' values -> ranks; that of most ranks first, of the lowest rank in a tie."""
     ranks: dict[str, list[int]] = {}
-    for group in groups:
-        ranks.setdefault(value_of(group), []).extend(group.ranks)  # type: ignore[operator]
+    for group, value in zip(groups, values, strict=True):
+        ranks.setdefault(value, []).extend(group.ranks)
     sets = ((value, tuple(sorted(members))) for value, members in ranks.items())
     return tuple(sorted(sets, key=lambda pair: (-len(pair[1]), pair[1][0])))
 
 
 def _causes(groups: Sequence[Described], what: set[str]) -> list[str]:
     causes = []
-    versions = _by_value(groups, lambda group: group.labels.version)
+    versions = _by_value(groups, [group.labels.version for group in groups])
     if len(versions) > 1:
         causes.append(f"another vLLM version ({_values(versions)})")
-    methods = _by_value(groups, _methods)
+    methods = _by_value(groups, [_methods(group) for group in groups])
     if len(methods) > 1:
         causes.append(
             f"another quantization method or kernel back end, which may pad ({_values(methods)})"
@@ -182,10 +178,10 @@ def _tensors(keys: Sequence[Key], groups: Sequence[Described]) -> str:
     layers: dict[int, list[int]] = {}
     for layer, tensor in sorted(keys):
         layers.setdefault(tensor, []).append(layer)
-    shown = [
-        f"{_name((ids[0], tensor), groups)} (layer {spell(ids)}, tensor {tensor})".strip()
-        for tensor, ids in list(layers.items())[:_SHOWN]
-    ]
+    shown = []
+    for tensor, ids in list(layers.items())[:_SHOWN]:
+        name = _name((ids[0], tensor), groups)
+        shown.append(f"{name} (layer {spell(ids)}, tensor {tensor})".strip())
     more = f" and {len(layers) - _SHOWN} more" if len(layers) > _SHOWN else ""
     return ", ".join(shown) + more
 
