@@ -48,10 +48,10 @@ class Patch:
         return tuple(re.findall(r"^diff --git a/(\S+) ", self.text, re.MULTILINE))
 
     @property
-    def originals(self) -> dict[str, str]:
-        """File -> the name that git gives to its content before the patch; no new files."""
+    def before(self) -> dict[str, str]:
+        """File -> the name that git gives to its content before the patch; zeros for new ones."""
         found = re.findall(
-            r"^diff --git a/(\S+) .*\nindex (\w+)\.\.\w+ \d+$", self.text, re.MULTILINE
+            r"^diff --git a/(\S+) .*\n(?:new file.*\n)?index (\w+)\.\.", self.text, re.MULTILINE
         )
         return dict(found)
 
@@ -88,6 +88,14 @@ def load(release: str, fixes: Sequence[str] = ()) -> list[Patch]:
     if not chosen:
         raise SeriesError(f"vLLM {release} has none of the faults of {', '.join(fixes)}")
     return [patch.numbered(i, len(chosen)) for i, patch in enumerate(chosen, 1)]
+
+
+def originals(patches: Sequence[Patch]) -> dict[str, str]:
+    """File of the release -> the name that git gives to its content."""
+    first: dict[str, str] = {}
+    for patch in patches:
+        first = {**patch.before, **first}
+    return {file: name for file, name in first.items() if name.strip("0")}
 
 
 def cover_letter(release: str, patches: Sequence[Patch]) -> str:

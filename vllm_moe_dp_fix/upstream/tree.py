@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from vllm_moe_dp_fix.upstream.series import Patch, SeriesError
+from vllm_moe_dp_fix.upstream.series import Patch, SeriesError, originals
 
 _VERSION_LINES = (
     ("vllm/_version.py", r"^(?:__version__ = )?version = ['\"]([^'\"]+)"),
@@ -63,12 +63,8 @@ def check_release(root: Path, release: str, patches: Sequence[Patch]) -> None:
     if said is not None and said != release:
         raise SeriesError(f"{root} is vLLM {said}, and this series is for {release}")
     if said is None:
-        originals: dict[str, str] = {}
-        patched = {file for patch in patches for file in patch.originals}
-        for patch in patches:
-            originals = {**patch.originals, **originals}
-        names = {file: _blob(root / file) for file in patched}
-        others = sorted(file for file, name in names.items() if name != originals[file])
+        names = originals(patches)
+        others = sorted(file for file, name in names.items() if _blob(root / file) != name)
         if others and not _fits(root, patches, reverse=True):
             raise SeriesError(
                 f"{root} does not say which vLLM it is, and is not an untouched {release}: "
