@@ -92,8 +92,14 @@ def replace(patch: Patch, target: Target) -> Replacement:
 
 
 def _rebind_importers(target: Target, old: object, new: object) -> None:
-    """Binds the names under which other modules imported a function of a module anew."""
-    if target.owner is not target.module:
+    """Binds the names under which other modules imported a function of a module anew.
+
+    A function that the module itself imported is another's: who has it from there keeps it.
+    """
+    function = target.function
+    home = sys.modules.get(function.__module__)
+    is_imported = home is not target.module and vars(home or object).get(target.name) is function
+    if target.owner is not target.module or is_imported:
         return
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType) and module is not target.module:

@@ -165,6 +165,22 @@ def test_another_patcher_is_chained_and_named(host: HostPackage) -> None:
     assert calls == [2]
 
 
+def test_importers_of_another_module_are_left_alone(host: HostPackage, tmp_path: Any) -> None:
+    """The patched module has the function from elsewhere, and so has a third one."""
+    (tmp_path / "source_c.py").write_text("def triple(number):\n    return number * 3 + 1\n")
+    (tmp_path / "importer_c.py").write_text("from source_c import triple\n")
+    importer = importlib.import_module("importer_c")
+    module, original = host.load(), importer.triple
+    module.triple = original  # type: ignore[attr-defined]
+    _, replacements = carry_out(host.repair(), module, OLD)
+    assert module.triple(2) == 6
+    assert importer.triple is sys.modules["source_c"].triple is original
+    assert [r.undo() for r in reversed(replacements)] == [None, None]
+    assert module.triple is importer.triple is original
+    for name in ("importer_c", "source_c"):
+        del sys.modules[name]
+
+
 def test_importers_are_rebound_and_restored(host: HostPackage, tmp_path: Any) -> None:
     (tmp_path / "importer_a.py").write_text(f"from {host.name} import triple as times_three\n")
     module, importer = host.load(), __import__("importer_a")
