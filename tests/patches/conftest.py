@@ -19,11 +19,13 @@ def found_on(
 ) -> Iterator[Callable[[str], Found]]:
     """What was found on a release; those that were asked for run two at a time."""
     items: list[Any] = request.session.items
-    asked = {item.callspec.params["release"] for item in items if "found_on" in item.fixturenames}
+    using = [item for item in items if "found_on" in item.fixturenames]
+    asked = {item.callspec.params["release"] for item in using}
+    behaves = {i.callspec.params["release"] for i in using if "behaviour" in i.keywords}
     base = tmp_path_factory.mktemp("patched")
     with ThreadPoolExecutor(max_workers=2) as pool:
         running = {
-            release: pool.submit(find, release, base / release)
+            release: pool.submit(find, release, base / release, release in behaves)
             for release in RELEASES
             if release in asked
         }

@@ -104,4 +104,4 @@ def reduce_scatterv(communicator: Any, input_: Tensor, dim: int, sizes: list[int
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     """The tensor's memory; a copy of it where the tensor is not contiguous."""
-    return tensor.reshape(-1).view(torch.uint8)
+    return tensor.contiguous().view(-1).view(torch.uint8)

@@ -93,7 +93,8 @@ class Found:
 
     Attributes:
         before, after: Regression test -> whether it passes, without and with the series.
-        behaviour: The source lane's report on the patched tree, on which no plugin was used.
+        behaviour: The source lane's report on the patched tree, on which no plugin was used;
+            none where that was not asked for.
     """
 
     before: dict[str, bool]
@@ -101,12 +102,15 @@ class Found:
     behaviour: dict[str, Any]
 
 
-def find(release: str, folder: Path) -> Found:
+def find(release: str, folder: Path, behaves: bool) -> Found:
     folder.mkdir()
     patched = patched_tree(release, folder)
     before = regression_tests(release, tree_of(release), patched, folder / "before.xml")
     after = regression_tests(release, patched, patched, folder / "after.xml")
-    report = folder / "behaviour.json"
-    run(sys.executable, DRIVER, report, "--patched", cwd=folder, **lane(patched))
+    behaviour = {}
+    if behaves:
+        report = folder / "behaviour.json"
+        run(sys.executable, DRIVER, report, "--patched", cwd=folder, **lane(patched))
+        behaviour = json.loads(report.read_text())
     shutil.rmtree(patched)
-    return Found(before, after, json.loads(report.read_text()))
+    return Found(before, after, behaviour)

@@ -177,6 +177,8 @@ def cpu_gather(rank: Rank) -> None:
     same(communicator.all_gatherv(flat), want, "1-D without sizes")
     strides = _rows(rank.rank, 3).t().contiguous().t()
     same(communicator.all_gatherv([strides])[0], communicator.all_gatherv(_rows(rank.rank, 3)), "t")
+    column = torch.stack([flat, -flat], dim=1)[:, 0]
+    same(communicator.all_gatherv(column), want, "1-D with a stride")
     sizes = [1] * rank.dp_size
     wrong = [torch.zeros(1, 2), torch.zeros(2, 2)]
     _must_refuse(lambda: communicator.all_gatherv(wrong, 0, sizes), None, "tensor 1 of 2", sizes)

@@ -295,8 +295,8 @@ def main(output: Path, names: list[str]) -> None:
     chosen = [name for name in names or CHECKS if is_in(CHECKS[name], vllm.__version__)]
     if is_patched:  # what the patches for vLLM's source do, on a tree that has them
         chosen = [name for name in chosen if CHECKS[name].is_of_patches]
-    without = uncured(chosen)
-    healed = {name: [] for name in chosen} if is_patched else cured(chosen)
+    without = right(chosen, with_fix=False) if is_patched else uncured(chosen)
+    healed = {name: [] for name in chosen} if is_patched else right(chosen)
     results = {name: {"without": without[name], "with": healed[name]} for name in chosen}
     report = {"vllm": vllm.__version__, "verdicts": verdicts(), "checks": results}
     output.write_text(json.dumps(report, indent=1))
@@ -318,8 +318,8 @@ def alone(name: str, fixes: list[str]) -> list[str]:
         return world.run({name: check.run}, check.dp_size, check.tp_size, fixes)[name]
 
 
-def cured(names: list[str]) -> dict[str, list[str]]:
-    """Runs checks with their fix; those that need the same ranks share them while all is right.
+def right(names: list[str], with_fix: bool = True) -> dict[str, list[str]]:
+    """Runs checks that should be right; those that need the same ranks share them while all are.
 
     Those that start processes themselves begin in one that has no threads.
     """
@@ -328,14 +328,16 @@ def cured(names: list[str]) -> dict[str, list[str]]:
         check = CHECKS[name]
         if check.is_last or check.dp_size == 0:
             continue
-        key = (check.dp_size, check.tp_size, check.fix, check.environ)
+        fixes = (check.fix,) if with_fix else ()
+        key = (check.dp_size, check.tp_size, fixes, check.environ)
         groups.setdefault(key, []).append(name)
     found: dict[str, list[str]] = {}
-    for (dp_size, tp_size, fix, environ), members in groups.items():
+    for (dp_size, tp_size, fixes, environ), members in groups.items():
         with environment(environ):
             checks = {name: CHECKS[name].run for name in members}
-            found |= world.run(checks, dp_size, tp_size, [fix])
-    return found | {name: alone(name, [CHECKS[name].fix]) for name in names if name not in found}
+            found |= world.run(checks, dp_size, tp_size, list(fixes))
+    left = [name for name in names if name not in found]
+    return found | {name: alone(name, [CHECKS[name].fix] if with_fix else []) for name in left}
 
 
 @contextlib.contextmanager
