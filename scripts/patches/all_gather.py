@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-import inspect
-
-from scripts.patches.build import Change, Tree
+from scripts.patches.build import PLUGIN, Change, Tree
 from scripts.patches.edit import Source
 from scripts.patches.tests_from import regression_test
-from vllm_moe_dp_fix.collectives import checks, gloo
 from vllm_moe_dp_fix.registry import CUDA_COMMUNICATOR
 
 FIX = "moe_dp_all_gather"
@@ -19,15 +16,8 @@ CHECKS = "vllm.distributed.device_communicators.v_collective_checks"
 GLOO = "vllm.distributed.device_communicators.gloo_v_collectives"
 
 
-def _module(tree: Tree, name: str, module: object) -> None:
-    """A module of the plugin, at its place in vLLM."""
-    text = inspect.getsource(module).partition("\n")[2]  # type: ignore[arg-type]
-    text = text.replace("vllm_moe_dp_fix.collectives.checks", CHECKS)
-    tree.add(name.replace(".", "/") + ".py", text)
-
-
 def _all_gatherv(tree: Tree) -> None:
-    _module(tree, CHECKS, checks)
+    tree.vendor(CHECKS, PLUGIN / "collectives" / "checks.py", {})
 
     def edit(source: Source) -> None:
         source.insert(
@@ -160,7 +150,8 @@ def test_two_ranks() -> None:
 
 
 def _cpu(tree: Tree) -> None:
-    _module(tree, GLOO, gloo)
+    names = {"vllm_moe_dp_fix.collectives.checks": CHECKS}
+    tree.vendor(GLOO, PLUGIN / "collectives" / "gloo.py", names)
 
     def edit(source: Source) -> None:
         methods = [

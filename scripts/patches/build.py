@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +16,14 @@ from scripts.patches.edit import COLUMNS, Source
 from scripts.patches.fold import fold
 from vllm_moe_dp_fix import __version__
 from vllm_moe_dp_fix.releases import AFFECTED
+from vllm_moe_dp_fix.upstream.series import blob_name
 
+PLUGIN = Path(__file__).parents[2] / "vllm_moe_dp_fix"
+# What the plugin calls its own -> what vLLM has for that.
+IN_VLLM = {
+    "import logging\n": "from vllm.logger import init_logger\n",
+    'logging.getLogger("vllm.moe_dp_fix")': "init_logger(__name__)",
+}
 AUTHOR = "vllm-moe-dp-fix <vllm-moe-dp-fix@users.noreply.github.com>"
 DATE = "Mon, 30 Nov 2026 00:00:00 +0000"
 SPDX = (
@@ -31,13 +37,20 @@ class Tree:
 
     def __init__(self, root: Path, release: str) -> None:
         self.root, self.release = root, release
-        self.changed: dict[str, str | None] = {}
+        self.changed: dict[str, str] = {}
 
     def read(self, path: str) -> str | None:
         if path in self.changed:
             return self.changed[path]
         file = self.root / path
         return file.read_text() if file.exists() else None
+
+    def vendor(self, module: str, source: Path, names: Mapping[str, str]) -> None:
+        """A module of the plugin, word for word but for these names."""
+        text = source.read_text().partition("\n")[2]  # after the license
+        for own, theirs in names.items():
+            text = text.replace(own, theirs)
+        self.add(module.replace(".", "/") + ".py", text)
 
     def edit(self, path: str, change: Callable[[Source], None]) -> None:
         source = Source(self.read(path) or "")
@@ -86,12 +99,13 @@ def series(root: Path, release: str) -> dict[str, str]:
     changes = [change for change in every if faults_in(change.faults, release)]
     found = {}
     for number, change in enumerate(changes, 1):
-        before = dict(tree.changed)
+        before = Tree(root, release)
+        before.changed = dict(tree.changed)
         change.make(tree)
         diffs = [
-            _diff(path, before.get(path) if path in before else _pristine(root, path), text)
+            _diff(path, before.read(path), text)
             for path, text in sorted(tree.changed.items())
-            if text != before.get(path)
+            if text != before.changed.get(path)
         ]
         name = f"{number:04}-{_slug(change.title)}.patch"
         found[name] = _mail(change, release, number, len(changes), "".join(diffs))
@@ -114,13 +128,7 @@ def formatted(text: str) -> str:
     return fold(text, COLUMNS)
 
 
-def _pristine(root: Path, path: str) -> str | None:
-    file = root / path
-    return file.read_text() if file.exists() else None
-
-
-def _diff(path: str, before: str | None, after: str | None) -> str:
-    assert after is not None
+def _diff(path: str, before: str | None, after: str) -> str:
     is_new = before is None
     lines = difflib.unified_diff(
         (before or "").splitlines(keepends=True),
@@ -129,15 +137,10 @@ def _diff(path: str, before: str | None, after: str | None) -> str:
         f"b/{path}",
     )
     mode = "new file mode 100644\n" if is_new else ""
-    ids = f"{'0' * 40 if before is None else blob(before)}..{blob(after)}"
+    old = "0" * 40 if before is None else blob_name(before.encode())
+    ids = f"{old}..{blob_name(after.encode())}"
     index = f"index {ids}" + ("" if is_new else " 100644")
     return f"diff --git a/{path} b/{path}\n{mode}{index}\n{''.join(lines)}"
-
-
-def blob(text: str) -> str:
-    """The name that git gives to a file."""
-    data = text.encode()
-    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
 def _mail(change: Change, release: str, number: int, count: int, diff: str) -> str:

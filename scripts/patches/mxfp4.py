@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from scripts.patches.build import Change, Tree, faults_in
+from scripts.patches.build import IN_VLLM, PLUGIN, Change, Tree, faults_in
 from scripts.patches.edit import Source
 from scripts.patches.tests_from import regression_test, regression_tests
 from vllm_moe_dp_fix.fixes.mxfp4_weight_loader import FIX as RECORDS
 from vllm_moe_dp_fix.registry import GPT_OSS, MXFP4
 
-PLUGIN = Path(__file__).parents[2] / "vllm_moe_dp_fix"
 FIX = RECORDS.id
 RECORD = f"vllm_moe_dp_fix.fixes.{FIX}"
 PACKAGE = "vllm.model_executor.layers.quantization.utils.mxfp4_experts"
@@ -38,13 +35,11 @@ LOADER_TESTS = {
 # Of the record, where a release quantizes full-precision checkpoints itself; none of these does.
 GUARD = "    if _quantizes_online(module):\n        return None\n"
 
-# What vLLM has for that, and what the plugin calls its own.
-IN_VLLM = {
+NAMES = {
     "vllm_moe_dp_fix.mxfp4": PACKAGE,
     "_moe_dp_fix_": "_",
-    "import logging\n": "from vllm.logger import init_logger\n",
-    'logging.getLogger("vllm.moe_dp_fix")': "init_logger(__name__)",
     "import triton\nimport triton.language as tl\n": "from vllm.triton_utils import tl, triton\n",
+    **IN_VLLM,
 }
 
 METHOD = '''
@@ -69,12 +64,8 @@ select_mxfp4_moe_backend = explained(
 
 
 def _vendor(tree: Tree, *names: str) -> None:
-    """Modules of the plugin, at their place in vLLM."""
     for name in names:
-        text = (PLUGIN / "mxfp4" / f"{name}.py").read_text().partition("\n")[2]
-        for own, theirs in IN_VLLM.items():
-            text = text.replace(own, theirs)
-        tree.add(f"{PACKAGE.replace('.', '/')}/{name}.py", text)
+        tree.vendor(f"{PACKAGE}.{name}", PLUGIN / "mxfp4" / f"{name}.py", NAMES)
 
 
 def _loader(tree: Tree) -> None:

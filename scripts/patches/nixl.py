@@ -3,23 +3,19 @@
 
 from __future__ import annotations
 
-import inspect
-from types import ModuleType
-
 from packaging.version import Version
 
-from scripts.patches.build import Change, Tree, faults_in
+from scripts.patches.build import IN_VLLM, PLUGIN, Change, Tree, faults_in
 from scripts.patches.edit import Source
 from scripts.patches.tests_from import regression_tests
-from vllm_moe_dp_fix import nixl
 from vllm_moe_dp_fix.fixes.nixl_eplb_validator import F4A, F4B, F4C, F4D
-from vllm_moe_dp_fix.nixl import addresses, exchange, layout, report, setup, transfers
 from vllm_moe_dp_fix.registry import EPLB_COMMUNICATOR
 
 FIX = "nixl_eplb_validator"
 RECORD = f"vllm_moe_dp_fix.fixes.{FIX}"
 FILE = EPLB_COMMUNICATOR.replace(".", "/") + ".py"
 PACKAGE = "vllm.distributed.eplb.nixl"
+NAMES = {"vllm_moe_dp_fix.nixl": PACKAGE, "_moe_dp_fix_": "_nixl_", **IN_VLLM}
 CLASS = "NixlEplbCommunicator"
 TESTS = {
     "F4a": "other_dtype_is_refused",
@@ -34,18 +30,9 @@ def _zero_copy(tree: Tree) -> bool:
     return Version(tree.release) >= Version("0.23.0")
 
 
-def _vendor(tree: Tree, *modules: ModuleType) -> None:
-    """Modules of the plugin, at their place in vLLM."""
-    for module in modules:
-        path = inspect.getsourcefile(module)
-        assert path is not None
-        name = path.rpartition("/")[2]
-        text = inspect.getsource(module).partition("\n")[2]
-        text = text.replace(nixl.__name__, PACKAGE).replace("_moe_dp_fix_", "_nixl_")
-        if 'logging.getLogger("vllm.moe_dp_fix")' in text:
-            text = text.replace('logging.getLogger("vllm.moe_dp_fix")', "init_logger(__name__)")
-            text = text.replace("import logging\n", "from vllm.logger import init_logger\n")
-        tree.add(f"{PACKAGE.replace('.', '/')}/{name}", text)
+def _vendor(tree: Tree, *names: str) -> None:
+    for name in names:
+        tree.vendor(f"{PACKAGE}.{name}", PLUGIN / "nixl" / f"{name}.py", NAMES)
 
 
 def _test(tree: Tree, *faults: str, named: bool = False) -> None:
@@ -69,9 +56,9 @@ def _test(tree: Tree, *faults: str, named: bool = False) -> None:
 
 def _set_up(tree: Tree) -> None:
     has_addresses = _zero_copy(tree)
-    _vendor(tree, nixl, exchange, layout, report, setup)
+    _vendor(tree, "__init__", "exchange", "layout", "report", "setup")
     if has_addresses:
-        _vendor(tree, addresses)
+        _vendor(tree, "addresses")
 
     def edit(source: Source) -> None:
         last = source.parameters(f"{CLASS}.__init__")[-1]
@@ -141,7 +128,7 @@ if not self._remote_state_initialized:
 
 
 def _named(tree: Tree) -> None:
-    _vendor(tree, transfers)
+    _vendor(tree, "transfers")
 
     def edit(source: Source) -> None:
         if _zero_copy(tree):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from vllm_moe_dp_fix.registry import FIX_IDS
 
 FOLDER = Path(__file__).parent / "series"
 COVER = "0000-cover-letter.txt"
-_CURES = re.compile(r"cures (.+) of vllm-moe-dp-fix \((\w+)\)")
+_CURES = r"cures (.+) of vllm-moe-dp-fix \((\w+)\)"
 
 
 class SeriesError(ValueError):
@@ -32,11 +33,11 @@ class Patch:
 
     @property
     def fix(self) -> str:
-        return self._found(_CURES.pattern, 2)
+        return self._found(_CURES, 2)
 
     @property
     def faults(self) -> tuple[str, ...]:
-        return tuple(self._found(_CURES.pattern).split(", "))
+        return tuple(self._found(_CURES).split(", "))
 
     @property
     def pull_requests(self) -> tuple[str, ...]:
@@ -96,6 +97,11 @@ def originals(patches: Sequence[Patch]) -> dict[str, str]:
     for patch in patches:
         first = {**patch.before, **first}
     return {file: name for file, name in first.items() if name.strip("0")}
+
+
+def blob_name(data: bytes) -> str:
+    """The name that git gives to a file's content."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
 def cover_letter(release: str, patches: Sequence[Patch]) -> str:

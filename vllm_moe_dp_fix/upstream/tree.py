@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import enum
-import hashlib
 import os
 import re
 import shutil
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from vllm_moe_dp_fix.upstream.series import Patch, SeriesError, originals
+from vllm_moe_dp_fix.upstream.series import Patch, SeriesError, blob_name, originals
 
 _VERSION_LINES = (
     ("vllm/_version.py", r"^(?:__version__ = )?version = ['\"]([^'\"]+)"),
@@ -63,8 +62,11 @@ def check_release(root: Path, release: str, patches: Sequence[Patch]) -> None:
     if said is not None and said != release:
         raise SeriesError(f"{root} is vLLM {said}, and this series is for {release}")
     if said is None:
-        names = originals(patches)
-        others = sorted(file for file, name in names.items() if _blob(root / file) != name)
+        others = sorted(
+            file
+            for file, name in originals(patches).items()
+            if not (root / file).is_file() or blob_name((root / file).read_bytes()) != name
+        )
         if others and not _fits(root, patches, reverse=True):
             raise SeriesError(
                 f"{root} does not say which vLLM it is, and is not an untouched {release}: "
@@ -74,9 +76,12 @@ def check_release(root: Path, release: str, patches: Sequence[Patch]) -> None:
 
 def state(root: Path, patches: Sequence[Patch], reverse: bool = False) -> State:
     """Raises SeriesError where a hunk does not fit; changes nothing."""
-    if not _fits(root, patches, reverse) and _fits(root, patches, not reverse):
-        return State.IS_THERE
-    _patched(root, patches, reverse)
+    try:
+        _patched(root, patches, reverse)
+    except SeriesError:
+        if _fits(root, patches, not reverse):
+            return State.IS_THERE
+        raise
     return State.FITS
 
 
@@ -146,9 +151,3 @@ def _patched(root: Path, patches: Sequence[Patch], reverse: bool) -> dict[str, b
             file: (copy / file).read_bytes() if (copy / file).is_file() else None
             for file in sorted(files)
         }
-
-
-def _blob(file: Path) -> str:
-    """The name that git gives to a file's content."""
-    data = file.read_bytes() if file.is_file() else b""
-    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
