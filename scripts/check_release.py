@@ -6,9 +6,6 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
-import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -20,15 +17,13 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "source" / "lane")]
 
-from trees import SOURCES, tree_of  # noqa: E402
+from trees import SOURCES, drive, tree_of  # noqa: E402
 
 from scripts import fetch_vllm  # noqa: E402
 from scripts.patches.edit import EditError, Source  # noqa: E402
 from vllm_moe_dp_fix.records import Outcome  # noqa: E402
 from vllm_moe_dp_fix.registry import FIX_IDS, load  # noqa: E402
 from vllm_moe_dp_fix.releases import RELEASES, SIGNATURES  # noqa: E402
-
-DRIVER = ROOT / "tests" / "source" / "lane" / "driver.py"
 
 
 class Change(NamedTuple):
@@ -119,21 +114,10 @@ def _drive(release: str) -> dict[str, Any]:
     """The source lane's report."""
     print(f"\nRunning vLLM {release}'s own code on several ranks; this takes minutes.", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder, "report.json")
-        environ = {**os.environ, "PYTHONPATH": str(tree_of(release)), "OMP_NUM_THREADS": "1"}
-        environ["VLLM_LOGGING_LEVEL"] = "WARNING"
-        done = subprocess.run(
-            [sys.executable, str(DRIVER), str(output)],
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        if done.returncode:
-            print(done.stdout[-4000:])
-            sys.exit(f"the checks cannot be run on vLLM {release}: code {done.returncode}")
-        report: dict[str, Any] = json.loads(output.read_text())
-    return report
+        try:
+            return drive(tree_of(release), Path(folder, "report.json"), timeout=None)
+        except RuntimeError as error:
+            sys.exit(f"the checks cannot be run on vLLM {release}: {error}")
 
 
 def _show(report: dict[str, Any]) -> bool:

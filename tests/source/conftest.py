@@ -3,48 +3,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
-from trees import tree_of
+from trees import drive, tree_of
 
 from vllm_moe_dp_fix.registry import FIX_IDS, load
 from vllm_moe_dp_fix.releases import RELEASES
 
-HERE = Path(__file__).parent
-DRIVER_TIMEOUT_S = 600
 Cell = tuple[str, str]
 Report = dict[str, Any]
 _cells = pytest.StashKey[dict[Cell, bool]]()
 _wanted = pytest.StashKey[set[Cell]]()
-
-
-def _drive(release: str, output: Path) -> Report:
-    environ = {
-        **os.environ,
-        "PYTHONPATH": str(tree_of(release)),
-        "OMP_NUM_THREADS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
-    run = subprocess.run(
-        [sys.executable, str(HERE / "lane" / "driver.py"), str(output)],
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=DRIVER_TIMEOUT_S,
-    )
-    if run.returncode != 0:
-        raise RuntimeError(f"driver on vLLM {release}:\n{run.stdout[-4000:]}")
-    report: Report = json.loads(output.read_text())
-    return report
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +28,7 @@ def report_of(
     folder = tmp_path_factory.mktemp("reports")
     with ThreadPoolExecutor(max_workers=2) as pool:
         reports: dict[str, Future[Report]] = {
-            release: pool.submit(_drive, release, folder / f"{release}.json")
+            release: pool.submit(drive, tree_of(release), folder / f"{release}.json")
             for release in RELEASES
             if release in asked
         }

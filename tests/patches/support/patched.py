@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import subprocess
 import sys
@@ -13,21 +11,19 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from trees import tree_of
+from trees import drive, lane, tree_of
 
 from vllm_moe_dp_fix.upstream import series
 
 GIT = ("git", "-c", "user.name=tester", "-c", "user.email=tester@example.com")
-DRIVER = Path(__file__).parents[2] / "source" / "lane" / "driver.py"
 TIMEOUT_S = 600
 
 
-def run(*command: str | Path, cwd: Path, **environ: str) -> str:
+def run(*command: str | Path, cwd: Path) -> str:
     """What a command says; it must end with 0."""
     done = subprocess.run(
         command,
         cwd=cwd,
-        env={**os.environ, **environ},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -51,15 +47,6 @@ def patched_tree(release: str, folder: Path) -> Path:
     return tree
 
 
-def lane(tree: Path) -> dict[str, str]:
-    """The environment of a process that runs a tree."""
-    return {
-        "PYTHONPATH": str(tree),
-        "OMP_NUM_THREADS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
-
-
 def regression_tests(release: str, tree: Path, patched: Path, report: Path) -> dict[str, bool]:
     """Whether each of the series' tests passes with the source in ``tree``."""
     files = [
@@ -75,7 +62,7 @@ def regression_tests(release: str, tree: Path, patched: Path, report: Path) -> d
             *files,
         ],
         cwd=report.parent,
-        env={**os.environ, **lane(tree), "VLLM_PLUGINS": ""},
+        env={**lane(tree), "VLLM_PLUGINS": ""},
         capture_output=True,
         timeout=TIMEOUT_S,
     )
@@ -109,8 +96,6 @@ def find(release: str, folder: Path, behaves: bool) -> Found:
     after = regression_tests(release, patched, patched, folder / "after.xml")
     behaviour = {}
     if behaves:
-        report = folder / "behaviour.json"
-        run(sys.executable, DRIVER, report, "--patched", cwd=folder, **lane(patched))
-        behaviour = json.loads(report.read_text())
+        behaviour = drive(patched, folder / "behaviour.json", "--patched")
     shutil.rmtree(patched)
     return Found(before, after, behaviour)
