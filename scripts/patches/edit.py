@@ -55,22 +55,20 @@ class Source:
         at = _statements(self.find(path))[index]
         line = self._start(at)
         blank = "" if self.text.splitlines()[line - 1].strip() else "\n"
-        self._insert_lines(line, textwrap.dedent(code).strip("\n") + "\n" + blank, at.col_offset)
+        self._insert_lines(line, _block(code) + blank, at.col_offset)
 
     def add_after(self, path: str, code: str) -> None:
         """Puts definitions behind another one, at its level."""
         node = self.find(path)
         assert node.end_lineno is not None
         blank = "\n" if node.col_offset else "\n\n"
-        added = blank + textwrap.dedent(code).strip("\n") + "\n"
-        self._insert_lines(node.end_lineno, added, node.col_offset)
+        self._insert_lines(node.end_lineno, blank + _block(code), node.col_offset)
 
     def append(self, path: str, code: str) -> None:
         """Puts statements at the end of a body, after a blank line."""
         node = self.find(path)
         assert node.end_lineno is not None
-        added = "\n" + textwrap.dedent(code).strip("\n") + "\n"
-        self._insert_lines(node.end_lineno, added, node.body[0].col_offset)
+        self._insert_lines(node.end_lineno, "\n" + _block(code), node.body[0].col_offset)
 
     def decorate(self, path: str, decorator: str) -> None:
         """Puts a decorator outside of those that are there."""
@@ -86,8 +84,7 @@ class Source:
         lines = self.text.splitlines(keepends=True)
         line = self._start(body[0])
         self.text = "".join([*lines[:line], *lines[node.end_lineno :]])
-        added = textwrap.dedent(code).strip("\n") + "\n"
-        self._insert_lines(line, added, body[0].col_offset)
+        self._insert_lines(line, _block(code), body[0].col_offset)
 
     def split(self, path: str, name: str, code: str) -> None:
         """Gives a method another body, which calls the one it had: that of a new method now.
@@ -101,10 +98,10 @@ class Source:
         header = self.text.splitlines()[node.lineno - 1 : node.returns.end_lineno]
         header[0] = header[0].replace(f"def {node.name}(", f"def {name}(", 1)
         first = _statements(node)[0]
-        body = textwrap.indent(textwrap.dedent(code).strip("\n"), " " * first.col_offset)
+        body = textwrap.indent(_block(code), " " * first.col_offset)
         lines = self.text.splitlines(keepends=True)
         line = self._start(first)
-        added = "\n".join([body, "", *header, ""])
+        added = "\n".join([body, *header, ""])
         self.text = "".join([*lines[:line], added, *lines[line:]])
         ast.parse(self.text)
 
@@ -142,6 +139,11 @@ class Source:
         added = fold(textwrap.indent(code, " " * indent), COLUMNS)
         self.text = "".join([*lines[:line], added, *lines[line:]])
         ast.parse(self.text)
+
+
+def _block(code: str) -> str:
+    """Lines of code from column 0 on, without blank ones around them."""
+    return textwrap.dedent(code).strip("\n") + "\n"
 
 
 def _statements(node: Definition) -> list[ast.stmt]:

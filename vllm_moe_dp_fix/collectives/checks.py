@@ -79,7 +79,7 @@ def fit_for_nccl(
         ValueError: As ``check_gather``, or for NCCL's own conditions, which vLLM finds violated
             only inside the group.
     """
-    tensors = input_ if isinstance(input_, list | tuple) else [input_]
+    tensors = input_ if isinstance(input_, (list, tuple)) else [input_]
     check_gather(communicator, tensors, sizes)
     device, is_dense = communicator.device, True
     for index, tensor in enumerate(tensors):
@@ -90,7 +90,7 @@ def fit_for_nccl(
         return input_
     # NCCL reads memory as it lies, whatever the strides.
     dense = [tensor.contiguous() for tensor in tensors]
-    return dense if isinstance(input_, list | tuple) else dense[0]
+    return dense if tensors is input_ else dense[0]
 
 
 def _check_nccl(communicator: Any, tensor: Tensor, index: int, count: int) -> None:
