@@ -157,6 +157,17 @@ def test_a_changed_file_stops_it_all(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert contents(root) == before
 
 
+def test_a_file_that_cannot_be_written_stops_it_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = make_tree(tmp_path)
+    (tree / "vllm/distributed/eplb/nixl").write_text("a file where patches make a folder")
+    before = contents(tree)
+    assert patches("--apply", tree) == 2
+    assert "cannot be written to, and was left as it is" in capsys.readouterr().err
+    assert contents(tree) == before
+
+
 def test_other_changes_stay(tmp_path: Path) -> None:
     root = make_tree(tmp_path)
     file = root / sorted(file for file in FILES if (root / file).is_file())[0]

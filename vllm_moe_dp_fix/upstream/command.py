@@ -33,7 +33,7 @@ def run(
             _write(output, release, patches)
         else:
             sys.stdout.write("".join(patch.text for patch in patches))
-    except SeriesError as error:
+    except (SeriesError, OSError) as error:
         print(f"vllm-moe-dp-fix patches: {error}", file=sys.stderr)
         return 2
     return 0

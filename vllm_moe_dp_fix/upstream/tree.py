@@ -94,24 +94,40 @@ def _fits(root: Path, patches: Sequence[Patch], reverse: bool) -> bool:
 
 
 def apply(root: Path, patches: Sequence[Patch], reverse: bool = False) -> None:
-    """Writes once all hunks have been found to fit."""
-    for file, data in _patched(root, patches, reverse).items():
-        if data is None:
+    """Changes files once all hunks have been found to fit, and all new content is on the disk.
+
+    Raises:
+        SeriesError: A hunk does not fit, or a file cannot be written; nothing was changed.
+    """
+    becomes = _patched(root, patches, reverse)
+    try:
+        for file, data in becomes.items():
+            if data is not None:
+                _stage(root / file, data)
+    except OSError as error:
+        for file in becomes:
+            with suppress(OSError):
+                _beside(root / file).unlink()
+        raise SeriesError(f"{root} cannot be written to, and was left as it is: {error}") from error
+    for file, data in becomes.items():
+        if data is not None:
+            _beside(root / file).replace(root / file)
+        else:
             (root / file).unlink()
             with suppress(OSError):
                 (root / file).parent.rmdir()  # where it was made for the file
-        else:
-            _write(root / file, data)
 
 
-def _write(file: Path, data: bytes) -> None:
-    """In the file's place, not into it: installers link files to those of their cache."""
+def _beside(file: Path) -> Path:
+    """Takes the file's place, and is not written into it: installers link to files of a cache."""
+    return file.with_name(f".{file.name}.vllm-moe-dp-fix")
+
+
+def _stage(file: Path, data: bytes) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_name(f".{file.name}.vllm-moe-dp-fix")
-    beside.write_bytes(data)
+    _beside(file).write_bytes(data)
     if file.exists():
-        shutil.copymode(file, beside)
-    beside.replace(file)
+        shutil.copymode(file, _beside(file))
 
 
 def _patched(root: Path, patches: Sequence[Patch], reverse: bool) -> dict[str, bytes | None]:
