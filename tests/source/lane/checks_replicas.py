@@ -279,12 +279,19 @@ def _two_servers(
         )
         for first_rank in (0, half)
     ]
+
+    def second_server() -> None:
+        # Its engines tell it first, and then the coordinator, that they are ready.
+        client = start(configs[1])
+        signal.pause()
+        client.shutdown()
+
     with (
         started_by("fork"),
         reports() as found,
         waves() as coordinated,
         limited("the servers of two nodes"),
-        _beside(lambda: start(configs[1]).shutdown()),
+        _beside(second_server),
     ):
         start(configs[0]).shutdown()
         yield found(), coordinated()
