@@ -282,9 +282,8 @@ def _two_servers(
 
     def second_server() -> None:
         # Its engines tell it first, and then the coordinator, that they are ready.
-        client = start(configs[1])
+        _client = start(configs[1])
         signal.pause()
-        client.shutdown()
 
     with (
         started_by("fork"),

@@ -323,21 +323,20 @@ def right(names: list[str], with_fix: bool = True) -> dict[str, list[str]]:
 
     Those that start processes themselves begin in one that has no threads.
     """
+    fixes = {name: (CHECKS[name].fix,) if with_fix else () for name in names}
     groups: dict[Any, list[str]] = {}
     for name in names:
         check = CHECKS[name]
         if check.is_last or check.dp_size == 0:
             continue
-        fixes = (check.fix,) if with_fix else ()
-        key = (check.dp_size, check.tp_size, fixes, check.environ)
+        key = (check.dp_size, check.tp_size, fixes[name], check.environ)
         groups.setdefault(key, []).append(name)
     found: dict[str, list[str]] = {}
-    for (dp_size, tp_size, fixes, environ), members in groups.items():
+    for (dp_size, tp_size, shared, environ), members in groups.items():
         with environment(environ):
             checks = {name: CHECKS[name].run for name in members}
-            found |= world.run(checks, dp_size, tp_size, list(fixes))
-    left = [name for name in names if name not in found]
-    return found | {name: alone(name, [CHECKS[name].fix] if with_fix else []) for name in left}
+            found |= world.run(checks, dp_size, tp_size, list(shared))
+    return found | {name: alone(name, list(fixes[name])) for name in names if name not in found}
 
 
 @contextlib.contextmanager
