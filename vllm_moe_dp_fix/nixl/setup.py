@@ -190,12 +190,14 @@ def exchange_addresses(
 
 def in_words(error: BaseException) -> str:
     """An error and its causes: the outermost one says only in which step it was."""
-    words = []
-    cause: BaseException | None = error
-    while cause is not None:
-        words.append(f"{type(cause).__name__}: {cause}"[:400])
-        cause = cause.__cause__
-    return " <- ".join(words)
+    return " <- ".join(f"{type(one).__name__}: {one}"[:400] for one in _chain(error))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, its cause, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def _fail_together(setup: Setup, error: Exception) -> Exception | None:
@@ -209,12 +211,7 @@ def _fail_together(setup: Setup, error: Exception) -> Exception | None:
 
 def _report_in(error: BaseException) -> Exception | None:
     """The common error, which the step of the set-up wraps in another one."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, NixlEplbError):
-            return cause
-        cause = cause.__cause__
-    return None
+    return next((one for one in _chain(error) if isinstance(one, NixlEplbError)), None)
 
 
 def _give_up(communicator: Any, error: Exception, common: Exception | None) -> NoReturn:
