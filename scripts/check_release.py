@@ -89,7 +89,7 @@ def _function(file: Path, path: str) -> str | None:
 def _judge(target: str, before: str | None, after: str | None) -> tuple[str, str]:
     if after is None:
         return "is gone", ""
-    parameters = _parameters(after)
+    parameters = ", ".join(Source(after).parameters(target.rpartition(".")[2]))
     unknown = "" if parameters in SIGNATURES.get(target, ()) else f"; NEW SIGNATURE: {parameters}"
     if before is None:
         return f"is new{unknown}", ""
@@ -97,17 +97,6 @@ def _judge(target: str, before: str | None, after: str | None) -> tuple[str, str
         return f"unchanged{unknown}", ""
     lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=1)
     return f"changed{unknown}", "\n".join([*lines][2:])
-
-
-def _parameters(function: str) -> str:
-    node = ast.parse(function).body[0]
-    assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    arguments = node.args
-    every = [*arguments.posonlyargs, *arguments.args]
-    every += [arguments.vararg] if arguments.vararg else []
-    every += arguments.kwonlyargs
-    every += [arguments.kwarg] if arguments.kwarg else []
-    return ", ".join(argument.arg for argument in every)
 
 
 def _drive(release: str) -> dict[str, Any]:

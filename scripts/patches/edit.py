@@ -45,7 +45,12 @@ class Source:
     def parameters(self, path: str) -> list[str]:
         node = self.find(path)
         assert isinstance(node, ast.FunctionDef)
-        return [argument.arg for argument in node.args.args]
+        arguments = node.args
+        every = [*arguments.posonlyargs, *arguments.args]
+        every += [arguments.vararg] if arguments.vararg else []
+        every += arguments.kwonlyargs
+        every += [arguments.kwarg] if arguments.kwarg else []
+        return [argument.arg for argument in every]
 
     def insert(self, path: str, index: int, code: str) -> None:
         """Puts statements before the statement ``index`` of a body, docstrings not counted.
@@ -81,10 +86,8 @@ class Source:
         node = self.find(path)
         body = _statements(node)
         assert node.end_lineno is not None
-        lines = self.text.splitlines(keepends=True)
-        line = self._start(body[0])
-        self.text = "".join([*lines[:line], *lines[node.end_lineno :]])
-        self._insert_lines(line, _block(code), body[0].col_offset)
+        added = _laid_out(_block(code), body[0].col_offset)
+        self._splice(self._start(body[0]), node.end_lineno, added)
 
     def split(self, path: str, name: str, code: str) -> None:
         """Gives a method another body, which calls the one it had: that of a new method now.
@@ -99,11 +102,8 @@ class Source:
         header[0] = header[0].replace(f"def {node.name}(", f"def {name}(", 1)
         first = _statements(node)[0]
         body = textwrap.indent(_block(code), " " * first.col_offset)
-        lines = self.text.splitlines(keepends=True)
         line = self._start(first)
-        added = "\n".join([body, *header, ""])
-        self.text = "".join([*lines[:line], added, *lines[line:]])
-        ast.parse(self.text)
+        self._splice(line, line, "\n".join([body, *header, ""]))
 
     def replace(self, old: str, new: str) -> None:
         """Replaces what is there exactly once."""
@@ -135,10 +135,17 @@ class Source:
         return line
 
     def _insert_lines(self, line: int, code: str, indent: int) -> None:
+        self._splice(line, line, _laid_out(code, indent))
+
+    def _splice(self, begin: int, end: int, added: str) -> None:
+        """Puts text in place of lines."""
         lines = self.text.splitlines(keepends=True)
-        added = fold(textwrap.indent(code, " " * indent), COLUMNS)
-        self.text = "".join([*lines[:line], added, *lines[line:]])
+        self.text = "".join([*lines[:begin], added, *lines[end:]])
         ast.parse(self.text)
+
+
+def _laid_out(code: str, indent: int) -> str:
+    return fold(textwrap.indent(code, " " * indent), COLUMNS)
 
 
 def _block(code: str) -> str:
