@@ -451,14 +451,16 @@ def _show_failure(case: Case, server: Server) -> None:
         print(f"    {server.tail}", flush=True)
 
 
-def pick_lane() -> Lane:
-    """The lane for the vLLM that is installed here."""
+def pick_lane(gpus: int = 2) -> Lane:
+    """The lane for the vLLM that is installed here; CUDA's needs that many GPUs."""
     import torch
 
     if not torch.version.cuda:
         return CPU
-    if torch.cuda.device_count() < 2:
-        raise DemoError("a vLLM for CUDA needs two GPUs here; scripts/demo.sh takes one for CPU")
+    if torch.cuda.device_count() < gpus:
+        raise DemoError(
+            f"a vLLM for CUDA needs {gpus} GPUs here; scripts/demo.sh takes one for CPU"
+        )
     return CUDA
 
 

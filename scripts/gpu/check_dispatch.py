@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Checks on two CUDA GPUs that the dispatch gives the bits of one rank.
+"""Checks on two ranks with CUDA that the dispatch gives the bits of one rank.
 
 Real NCCL, vLLM's own FP8 kernels, ``prepare()`` of both classes, both strategies, eager and in a
 CUDA graph. Rows and scale must equal ``scaled_fp8_quant`` of all ranks' rows. Prints a line a case.
@@ -19,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from scripts.gpu import sharing
 from scripts.gpu.ranks import capture, spawn, step
 from vllm_moe_dp_fix import settings
 
@@ -32,6 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    sharing.share_a_single_gpu()
     found: list[dict[str, Any]] = []
     for strategy in STRATEGIES:
         os.environ[settings.FP8_DISPATCH] = strategy

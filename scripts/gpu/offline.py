@@ -85,6 +85,7 @@ def generate(
         options: Of ``LLM``.
     """
     port = demo.free_port(2)
+    lane = demo.pick_lane(gpus=1)
     logs = [demo.CACHE / f"{model.name}-{name}-{rank}.log" for rank in range(ranks)]
     processes = []
     for rank, log in enumerate(logs):
@@ -97,7 +98,7 @@ def generate(
             processes.append(
                 subprocess.Popen(
                     [sys.executable, __file__, json.dumps(task)],
-                    env={**os.environ, **demo.pick_lane().environ, **variables, **(environ or {})},
+                    env={**os.environ, **lane.environ, **variables, **(environ or {})},
                     cwd=demo.CACHE,
                     stdout=output,
                     stderr=output,

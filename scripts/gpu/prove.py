@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Shows every fault on two GPUs without the plugin, and the repair with it.
+"""Shows every fault on two ranks without the plugin, and the repair with it.
 
 Each case runs twice, without any plugin and with all fixes. It is proven where the second run is
 right and the first fails or is wrong, or, in a release that does not have the fault, is right too.
 Engines are judged by the logprobs of their prompts' tokens: their distance to BF16 on one rank,
 beside the one that quantization has there by itself. Several cases run at once; the models are
-small and random. On a CPU build of vLLM the parts that it can run show that this script does.
+small and random. A GPU a rank is what it is for; on a single one both ranks share that, slowly. On
+a CPU build of vLLM the parts that it can run show that this script does.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts import demo
-from scripts.gpu import checkpoints, machine, marks, offline
+from scripts.gpu import checkpoints, machine, marks, offline, sharing
 from scripts.gpu.checkpoints import FIRST_OUTLIER
 from vllm_moe_dp_fix import settings
 from vllm_moe_dp_fix.host import detect
@@ -98,14 +99,16 @@ def main() -> int:
         parser.error(f"no such part: {', '.join(sorted(unknown))}")
 
     os.environ["VLLM_DISABLE_COMPILE_CACHE"] = "1"  # two engines at once would write one entry
-    on_cpu = demo.pick_lane() is demo.CPU
+    on_cpu = demo.pick_lane(gpus=1) is demo.CPU
+    sharing.share_a_single_gpu()
     parts = [part for part in arguments.parts or PARTS if not on_cpu or part in CPU_PARTS]
     report: dict[str, Any] = {**machine.describe(), "cases": []}
     if arguments.json and arguments.json.exists():
         known = json.loads(arguments.json.read_text())["cases"]
         report["cases"] = [case for case in known if case["part"] not in parts]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for case in _prove(_cases(parts, References(pool), on_cpu), pool):
+        references = References(pool, min(2, len(report["gpus"])) or 1)
+        for case in _prove(_cases(parts, references, on_cpu), pool):
             report["cases"].append(case)
             _show(case)
             if arguments.json:
@@ -157,8 +160,8 @@ def _show(case: dict[str, Any]) -> None:
 class References:
     """What one rank makes of a model, each run once, as soon as a judge is made that needs it."""
 
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
-        self._pool = pool
+    def __init__(self, pool: ThreadPoolExecutor, gpus: int) -> None:
+        self._pool, self._gpus = pool, gpus
         self._runs: dict[tuple[Any, ...], Any] = {}
 
     def judge(
@@ -177,7 +180,7 @@ class References:
     def _start(self, model: Path, quantization: str | None, plugins: str, mode: str) -> None:
         key = (model, quantization, mode)
         if key not in self._runs:
-            gpu = {"CUDA_VISIBLE_DEVICES": str(len(self._runs) % 2)}
+            gpu = {"CUDA_VISIBLE_DEVICES": str(len(self._runs) % self._gpus)}
             name = f"reference-{quantization}-{mode}".replace(" ", "-")
             options = _options(quantization, mode)
             run = partial(offline.generate, model, 1, plugins, name, environ=gpu, **options)
@@ -263,7 +266,7 @@ def _options(quantization: str | None, mode: str, layout: str = "sharded") -> di
     options: dict[str, Any] = {**MODES[mode], "enable_expert_parallel": layout != "sharded"}
     if quantization:
         options["quantization"] = quantization
-    if demo.pick_lane() is demo.CPU:
+    if demo.pick_lane(gpus=1) is demo.CPU:
         return {**options, "dtype": "float32"}
     return {**options, **MEMORY}
 
@@ -303,7 +306,7 @@ def _served(
             flags += [flag] if value else []
         else:
             flags += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
-    picked = demo.pick_lane()
+    picked = demo.pick_lane(gpus=1)
     environ = {**picked.environ, **(environ or {})}
     lane = dataclasses.replace(picked, flags=tuple(flags), environ=environ)
     name = f"{name}-{bool(plugins)}".replace(" ", "-")
@@ -356,7 +359,7 @@ def _scheme_cases(references: References, plain: Path) -> list[Case]:
     static, packed = checkpoints.static_fp8(plain), checkpoints.mxfp4(narrow)
     judges = {
         ("F1b", "FP8 checkpoint with static scales"): references.judge(plain, static, None),
-        ("F3b", "MXFP4 checkpoint, experts of 352"): references.judge(
+        ("F3d", "MXFP4 checkpoint, experts of 352"): references.judge(
             narrow, packed, None, PLUGINS
         ),
         ("F3f", "BF16 checkpoint with mxfp4, experts of 352"): references.judge(

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Shows every fault on two GPUs without the plugin, and the repair with it. Takes the python that
+# Shows every fault on two ranks without the plugin, and the repair with it. Takes the python that
 # has a vLLM for CUDA and the plugin, from $PYTHON or the PATH; the arguments are those of prove.py.
 set -euo pipefail
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two data-parallel ranks of vLLM over NCCL, a CUDA GPU each, for the scripts beside this one."""
+"""Two data-parallel ranks of vLLM over NCCL, a CUDA GPU each where there are two."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def _rank(
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    torch.cuda.set_device(rank)
+    gpu = rank % torch.cuda.device_count()
+    torch.cuda.set_device(gpu)
     dist.init_process_group(
         "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS
     )
@@ -57,7 +58,7 @@ def _rank(
     parallel.data_parallel_rank = rank
     config = VllmConfig(parallel_config=parallel)
     with set_current_vllm_config(config):
-        init_distributed_environment(1, 0, "env://", rank, "nccl")
+        init_distributed_environment(1, 0, "env://", gpu, "nccl")
         initialize_model_parallel(1, 1, backend="nccl")
         ep = get_ep_group()
         ep.device_communicator.all2all_manager = AgRsAll2AllManager(ep.cpu_group)
