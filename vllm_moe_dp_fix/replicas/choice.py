@@ -26,8 +26,11 @@ _LOCKSTEP_OPTIONS = {
     "enable_dbo": "hides the experts' traffic, of which there is none",
     "enable_fault_tolerance": "watches over ranks that step together",
 }
-# They find their peers by data_parallel_rank and data_parallel_size, which replicas do not have.
-_LOCKSTEP_CONNECTORS = ("MoRIIOConnector",)
+# KV connectors that tell the ranks apart by what replicas do not have.
+_LOCKSTEP_CONNECTORS = {
+    "MoRIIOConnector": "finds its peers by their data-parallel rank",
+    "P2pNcclConnector": "counts its ports through the ranks of all engines",
+}
 
 
 def is_wanted(vllm_config: Any) -> bool:
@@ -100,9 +103,14 @@ def find_obstacles(vllm_config: Any) -> Iterator[str]:
         yield "--ubatch-size hides the experts' traffic, of which there is none"
     if parallel.distributed_executor_backend == "external_launcher":
         yield "the external launcher puts all ranks into one process group"
+    if getattr(parallel, "nnodes", 1) > 1:
+        yield (
+            "--nnodes puts the ranks of all nodes into one process group, where "
+            "--data-parallel-size-local gives each node whole ranks"
+        )
     for name in _kv_connectors(vllm_config.kv_transfer_config):
         if name in _LOCKSTEP_CONNECTORS:
-            yield f"the KV connector {name} finds its peers by their data-parallel rank"
+            yield f"the KV connector {name} {_LOCKSTEP_CONNECTORS[name]}"
     if vllm_config.load_config.load_format == "ipc_cache":
         yield "--load-format ipc_cache keeps the sharded weights"
 

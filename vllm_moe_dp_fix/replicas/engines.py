@@ -72,15 +72,14 @@ def run_engine_core(*args: Any, dp_rank: int = 0, local_dp_rank: int = 0, **kwar
 
     run = vllm_run_engine_core or core.EngineCoreProc.run_engine_core
     parallel_config = kwargs["vllm_config"].parallel_config
-    if not is_replicated(parallel_config):
-        with _greeted_alike(core.EngineCoreProc):
-            run(*args, dp_rank=dp_rank, local_dp_rank=local_dp_rank, **kwargs)
-        return
-    if parallel_config.data_parallel_external_lb:
-        # A server for each rank: its engine has nothing to learn from rank 0.
-        own = kwargs.pop("client_handshake_address", None)
-        kwargs["handshake_address"] = own or kwargs["handshake_address"]
-    with overridden(core, DPEngineCoreProc=_independent_engine):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_greeted_alike(core.EngineCoreProc))
+        if is_replicated(parallel_config):
+            if parallel_config.data_parallel_external_lb:
+                # A server for each rank: its engine has nothing to learn from rank 0.
+                own = kwargs.pop("client_handshake_address", None)
+                kwargs["handshake_address"] = own or kwargs["handshake_address"]
+            stack.enter_context(overridden(core, DPEngineCoreProc=_independent_engine))
         run(*args, dp_rank=dp_rank, local_dp_rank=local_dp_rank, **kwargs)
 
 
@@ -88,15 +87,24 @@ def _independent_engine(*args: Any, **kwargs: Any) -> Any:
     """The engine of a dense model's rank, where vLLM wants one for a rank among many."""
     from vllm.v1.engine import core
 
-    parallel_config = kwargs["vllm_config"].parallel_config
-    index = parallel_config.data_parallel_rank
-    make_independent(parallel_config)
+    vllm_config = kwargs["vllm_config"]
+    index = vllm_config.parallel_config.data_parallel_rank
+    make_independent(vllm_config.parallel_config)
+    # All have rank 0 now, and vLLM names shared memory by the instance and the rank.
+    vllm_config.instance_id = f"{vllm_config.instance_id}_dp{index}"
     return core.EngineCoreProc(*args, engine_index=index, **kwargs)
+
+
+def _disagreement(here: str, there: str) -> ReplicasRefusedError:
+    return ReplicasRefusedError(
+        f"The experts of this node's ranks are {here}, those of rank 0 {there}. Set "
+        f"{settings.EXPERTS} alike on all nodes; with auto, their devices must be alike."
+    )
 
 
 @contextlib.contextmanager
 def _greeted_alike(engine: Any) -> Iterator[None]:
-    """Lets no engine that steps with others wait for them where rank 0 has replicas.
+    """Lets no engine wait for others where its node and that of rank 0 differ over replicas.
 
     To ranks that step together the front end of rank 0 sends where they meet; to replicas nothing.
     """
@@ -109,16 +117,18 @@ def _greeted_alike(engine: Any) -> Iterator[None]:
     @functools.wraps(original)
     def startup_handshake(*args: Any, **kwargs: Any) -> Any:
         told = signature.bind(*args, **kwargs).arguments.get("parallel_config")
-        if told is None or told.data_parallel_size == 1 or told.enable_elastic_ep:
+        if told is None or told.enable_elastic_ep:
             return original(*args, **kwargs)
+        if told.data_parallel_size == 1:
+            addresses = original(*args, **kwargs)
+            if is_replicated(told) and told.data_parallel_size > 1:
+                raise _disagreement("replicated", "sharded")
+            return addresses
         port, told.data_parallel_master_port = told.data_parallel_master_port, None
         addresses = original(*args, **kwargs)
         if told.data_parallel_master_port is None:
             told.data_parallel_master_port = port
-            raise ReplicasRefusedError(
-                "The experts of this node's ranks are sharded, those of rank 0 replicated. Set "
-                f"{settings.EXPERTS} alike on all nodes; with auto, their devices must be alike."
-            )
+            raise _disagreement("sharded", "replicated")
         return addresses
 
     engine.startup_handshake = staticmethod(startup_handshake)

@@ -138,6 +138,8 @@ def whole(found: dict[int, dict[str, Any]], indices: set[int]) -> None:
             raise AssertionError(f"engine {index} is {got}")
     if set(found) != indices:
         raise AssertionError(f"engines {sorted(found)} came up, not {sorted(indices)}")
+    if len({report["instance"] for report in found.values()}) != len(found):
+        raise AssertionError("engines that know no rank would share their memory by its name")
 
 
 @contextlib.contextmanager
@@ -333,8 +335,24 @@ def headless(rank: Rank) -> None:
         client.shutdown()
 
 
-def nodes_that_disagree(rank: Rank) -> None:
+def sharded_node(rank: Rank) -> None:
     """A node that was not told of replicas says so, and does not wait for ranks that never come."""
+    _refuses_greeting({})
+
+
+def sharded_front_end(rank: Rank) -> None:
+    """A node of replicas says so where rank 0 was not told of them, and joins nobody."""
+    _refuses_greeting(
+        {
+            "data_parallel_master_ip": "127.0.0.1",
+            "data_parallel_master_port": _free_port(),
+            "data_parallel_size": 2,
+        }
+    )
+
+
+def _refuses_greeting(sent: dict[str, Any]) -> None:
+    """The engine of rank 1, to which the front end of rank 0 sends this of its configuration."""
     from vllm.v1.engine import core
 
     port = _free_port()
@@ -355,7 +373,7 @@ def nodes_that_disagree(rank: Rank) -> None:
             os.write(writer, str(error).encode())
 
     with (
-        _front_end_of_replicas(port),
+        _front_end(port, sent),
         limited("an engine that waits for others", _alone_s()),
         _beside(engine),
     ):
@@ -365,15 +383,15 @@ def nodes_that_disagree(rank: Rank) -> None:
 
 
 @contextlib.contextmanager
-def _front_end_of_replicas(port: int) -> Iterator[None]:
-    """Sends an engine what ``wait_for_engine_startup`` sends one that stands alone."""
+def _front_end(port: int, sent: dict[str, Any]) -> Iterator[None]:
+    """Greets an engine as ``wait_for_engine_startup`` does: one that stands alone, with nothing."""
     import msgspec
     import zmq
     from vllm.v1.engine.utils import EngineHandshakeMetadata, EngineZmqAddresses
 
     def greet() -> None:
         identity, _ = front.recv_multipart()
-        message = EngineHandshakeMetadata(EngineZmqAddresses([], []), {})
+        message = EngineHandshakeMetadata(EngineZmqAddresses([], []), sent)
         front.send_multipart((identity, msgspec.msgpack.encode(message)))
 
     context = zmq.Context()
@@ -466,6 +484,7 @@ REFUSED = {
     "ubatch_size": (2, "--ubatch-size"),
     "enable_fault_tolerance": (True, "--enable-fault-tolerance"),
     "distributed_executor_backend": ("external_launcher", "external launcher"),
+    "nnodes": (2, "--nnodes"),
 }
 
 
@@ -477,14 +496,11 @@ def refusals(rank: Rank) -> None:
     for option, (value, named) in REFUSED.items():
         if option in known:
             _refused(named, option, value)
-    nested = {"connectors": [{"kv_connector": "MoRIIOConnector", "kv_role": "kv_both"}]}
-    for transfer in (
-        KVTransferConfig(kv_connector="MoRIIOConnector", kv_role="kv_both"),
-        KVTransferConfig(
-            kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=nested
-        ),
-    ):
-        _refused("MoRIIOConnector", "kv_transfer_config", transfer)
+    for connector in ("MoRIIOConnector", "P2pNcclConnector"):
+        one = {"kv_connector": connector, "kv_role": "kv_both"}
+        nested = {"kv_connector_extra_config": {"connectors": [one]}}
+        for options in (one, one | nested | {"kv_connector": "MultiConnector"}):
+            _refused(connector, "kv_transfer_config", KVTransferConfig(**options))
 
 
 def _refused(named: str, option: str, value: Any) -> None:

@@ -128,7 +128,10 @@ CHECKS = {
     "replicas, headless node": Check(
         replicas.headless, "F1d", DISPATCH, SHARDED, 0, environ=REPLICATED
     ),
-    "replicas, nodes that disagree": Check(replicas.nodes_that_disagree, "F1d", DISPATCH, ALONE, 0),
+    "replicas, a node that was not told": Check(replicas.sharded_node, "F1d", DISPATCH, ALONE, 0),
+    "replicas, a front end that was not told": Check(
+        replicas.sharded_front_end, "F1d", DISPATCH, ALONE, 0, environ=REPLICATED
+    ),
     "replicas offline": Check(replicas.offline, "F1d", DISPATCH, ALONE, 0, environ=REPLICATED),
     "replicas offline, in process": Check(
         replicas.offline_in_process, "F1d", DISPATCH, "would wait", 0, environ=REPLICATED

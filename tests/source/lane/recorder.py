@@ -39,6 +39,7 @@ class Recorder(Executor):  # type: ignore[misc]
                 "index": parallel.data_parallel_index,
                 "local": parallel.data_parallel_rank_local,
                 "world": dist.get_world_size(),
+                "instance": self.vllm_config.instance_id,
                 "is_moe": self.vllm_config.model_config.is_moe,
                 "experts": _experts(),
             }
