@@ -307,13 +307,14 @@ class Progress:
         return "tokens received: " + "  ".join(f"{text:>5}" for text in shown)
 
 
-def ask_all(server: Server, name: str, stream: bool) -> Case:
-    """Sends all requests at once."""
+def ask_all(server: Server, name: str, stream: bool, is_balanced: bool = False) -> Case:
+    """Sends all requests at once, to the ranks in turn or where vLLM balances them."""
     case, progress = Case(name, str(server.log)), Progress()
 
     def one(index: int) -> list[int] | str:
         try:
-            return _ask(server, index, progress if stream else None)
+            rank = None if is_balanced else index % server.ranks
+            return _ask(server, index, rank, progress if stream else None)
         except urllib.error.HTTPError as error:
             return f"HTTP {error.code}: {error.read(200).decode(errors='replace')}"
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
@@ -332,27 +333,24 @@ def ask_all(server: Server, name: str, stream: bool) -> Case:
     return case
 
 
-def complete(server: Server, rank: int, prompt: list[int], **options: Any) -> Any:
-    """The response to a greedy completion by that rank; ``options`` are fields of the request."""
+def complete(server: Server, rank: int | None, prompt: list[int], **options: Any) -> Any:
+    """The response to a greedy completion, by that rank if any; ``options`` are its fields."""
     body = {"model": "demo", "prompt": prompt, "temperature": 0, "ignore_eos": True, **options}
+    headers = {"Content-Type": "application/json"}
+    headers |= {} if rank is None else {"X-data-parallel-rank": str(rank)}
     request = urllib.request.Request(
-        f"http://127.0.0.1:{server.port}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json", "X-data-parallel-rank": str(rank)},
+        f"http://127.0.0.1:{server.port}/v1/completions", json.dumps(body).encode(), headers
     )
     return urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S)
 
 
-def _ask(server: Server, index: int, progress: Progress | None) -> list[int]:
-    """One greedy completion, its tokens as they arrive where ``progress`` is given.
-
-    The ranks take turns, so that each has requests of its own.
-    """
+def _ask(server: Server, index: int, rank: int | None, progress: Progress | None) -> list[int]:
+    """One greedy completion, its tokens as they arrive where ``progress`` is given."""
     length, count = REQUESTS[index]
     options = {"max_tokens": count, "return_token_ids": True, "stream": progress is not None}
     prompt = [10 + (37 * index + 7 * i) % 900 for i in range(length)]
     tokens: list[int] = []
-    with complete(server, index % server.ranks, prompt, **options) as response:
+    with complete(server, rank, prompt, **options) as response:
         if progress is None:
             return list(json.load(response)["choices"][0]["token_ids"])
         for raw in response:

@@ -7,6 +7,7 @@ Runs where a compiled vLLM is installed; ``scripts/engine_lane.sh`` prints the p
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -25,20 +26,32 @@ SPY = Path(__file__).parent / "spy"
 
 
 @dataclass
+class Replicas:
+    """What a server with all experts on each rank made of a model.
+
+    Attributes:
+        done: The requests that each engine has answered.
+    """
+
+    case: demo.Case
+    log: str
+    done: dict[str, float]
+
+
+@dataclass
 class Served:
     """What the servers made of a model.
 
     Attributes:
         outcome: Without the plugin, with it and shared experts, and one rank.
         replicated: With the plugin, and all experts on each rank.
-        log, metrics: Of the replicated server.
-        seen: What the workers with shared and with replicated experts saw, one a worker.
+        wide: So too, with two workers a rank; its processes are spawned, its requests balanced.
+        seen: What the workers of each server saw, one a worker.
     """
 
     outcome: demo.Outcome
-    replicated: demo.Case
-    log: str
-    metrics: str
+    replicated: Replicas
+    wide: Replicas
     seen: dict[str, list[dict[str, Any]]]
 
 
@@ -52,20 +65,37 @@ def served(
     folder = tmp_path_factory.mktemp("seen")
     with _spied(folder / "sharded"):
         outcome = demo.demonstrate(model, lane)
-    with (
-        _spied(folder / "replicated", VLLM_MOE_DP_FIX_EXPERTS="replicated"),
-        demo.serve(model, lane, "replicated", 2, demo.PLUGINS) as server,
-    ):
+    with _spied(folder / "replicated", VLLM_MOE_DP_FIX_EXPERTS="replicated"):
+        replicated = _serve_replicas(model, lane, "replicated")
+    spawned = {"VLLM_MOE_DP_FIX_EXPERTS": "replicated", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    with _spied(folder / "wide", **spawned):
+        wide = _serve_replicas(model, _with_two_workers(lane), "wide", is_balanced=True)
+    seen = {
+        kind: [json.loads(path.read_text()) for path in sorted((folder / kind).glob("*.json"))]
+        for kind in ("sharded", "replicated", "wide")
+    }
+    return Served(outcome, replicated, wide, seen)
+
+
+def _serve_replicas(model: Path, lane: demo.Lane, name: str, is_balanced: bool = False) -> Replicas:
+    with demo.serve(model, lane, name, 2, demo.PLUGINS) as server:
         server.wait_until_healthy()
-        case = demo.ask_all(server, "DP=2, replicated", stream=False)
+        case = demo.ask_all(server, f"DP=2, {name}", stream=False, is_balanced=is_balanced)
         with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics") as answer:
             metrics = answer.read().decode()
         log = server.text
-    seen = {
-        kind: [json.loads(path.read_text()) for path in sorted((folder / kind).glob("*.json"))]
-        for kind in ("sharded", "replicated")
-    }
-    return Served(outcome, case, log, metrics, seen)
+    done = {"0": 0.0, "1": 0.0}
+    pattern = r'^vllm:request_success_total\{.*engine="(\d)".*\} ([\d.]+)$'
+    for engine, count in re.findall(pattern, metrics, re.MULTILINE):
+        done[engine] += float(count)
+    return Replicas(case, log, done)
+
+
+def _with_two_workers(lane: demo.Lane) -> demo.Lane:
+    """Tensor parallelism inside a rank; on the CPU without a core for each worker."""
+    unbound = {"VLLM_CPU_SIM_MULTI_NUMA": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    flags = (*lane.flags, "--tensor-parallel-size", "2")
+    return dataclasses.replace(lane, flags=flags, environ=lane.environ | unbound)
 
 
 @contextlib.contextmanager
@@ -120,17 +150,19 @@ def test_every_rank_says_that_it_is_repaired(served: Served, fix: str) -> None:
 
 
 def test_replicas_give_the_tokens_of_one_rank(served: Served) -> None:
-    assert served.replicated.errors == []
-    if demo.pick_lane().same_tokens:
-        assert served.replicated.tokens == served.outcome.reference.tokens
+    for replicas in (served.replicated, served.wide):
+        assert replicas.case.errors == []
+        if demo.pick_lane().same_tokens:
+            assert replicas.case.tokens == served.outcome.reference.tokens
 
 
 def test_replicas_hold_all_experts(served: Served) -> None:
-    """As wide as the model says; shared experts have half of that on each of two ranks."""
+    """As wide as the model says, also shared by a rank's workers; else they have half of that."""
     width = demo.pick_lane().size["expert"]
-    for kind, share in (("sharded", width // 2), ("replicated", width)):
+    shares = {"sharded": (2, width // 2), "replicated": (2, width), "wide": (4, width // 2)}
+    for kind, (count, share) in shares.items():
         workers = served.seen[kind]
-        assert len(workers) == 2
+        assert len(workers) == count
         for worker in workers:
             assert worker["shapes"]
             for name, shape in worker["shapes"].items():
@@ -141,15 +173,16 @@ def test_replicas_hold_all_experts(served: Served) -> None:
 def test_replicas_talk_to_nobody(served: Served) -> None:
     """No collective of the DP or EP group is called; with shared experts there are many."""
     assert [worker["calls"] for worker in served.seen["replicated"]] == [{}, {}]
+    assert [worker["calls"] for worker in served.seen["wide"]] == [{}, {}, {}, {}]
     for worker in served.seen["sharded"]:
         assert sum(worker["calls"].values()) > 10 * len(demo.REQUESTS), worker["calls"]
 
 
 def test_replicas_are_engines_of_their_own(served: Served) -> None:
-    assert served.log.count("2 independent replicas, as VLLM_MOE_DP_FIX_EXPERTS asks") == 1
-    engines = set(re.findall(r"\(EngineCore_DP(\d)", served.log))
-    assert engines == {"0", "1"}
-    assert "wave" not in served.log.lower()
+    for log in (served.replicated.log, served.wide.log):
+        assert log.count("2 independent replicas, as VLLM_MOE_DP_FIX_EXPERTS asks") == 1
+        assert set(re.findall(r"\(EngineCore_DP(\d)", log)) == {"0", "1"}
+        assert "wave" not in log.lower()
 
 
 def test_shared_experts_are_said_to_have_another_choice(served: Served) -> None:
@@ -161,9 +194,11 @@ def test_shared_experts_are_said_to_have_another_choice(served: Served) -> None:
 
 def test_replicas_have_metrics_of_their_own(served: Served) -> None:
     """Each rank was asked for half of the requests."""
-    pattern = r'^vllm:request_success_total\{.*engine="(\d)".*\} ([\d.]+)$'
-    counts = {"0": 0.0, "1": 0.0}
-    for engine, count in re.findall(pattern, served.metrics, re.MULTILINE):
-        counts[engine] += float(count)
     half = len(demo.REQUESTS) / 2
-    assert counts == {"0": half, "1": half}
+    assert served.replicated.done == {"0": half, "1": half}
+
+
+def test_requests_are_balanced_over_replicas(served: Served) -> None:
+    """Each has its share where no request names a rank."""
+    assert sum(served.wide.done.values()) == len(demo.REQUESTS)
+    assert min(served.wide.done.values()) > 0, served.wide.done
