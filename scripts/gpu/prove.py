@@ -386,8 +386,7 @@ def _bits(plugins: str) -> list[Finding]:
     cases = json.loads(text) if text else []
     right = sum(case["right"] == "right" for case in cases)
     if not cases:
-        errors = [line for line in said if "Error" in line]
-        return [Finding(False, [*said, *errors][-1][-300:] if said else "no result")]
+        return [Finding(False, _last_error(said))]
     return [Finding(right == len(cases), f"{right} of {len(cases)} cases are right")]
 
 
@@ -404,6 +403,11 @@ def _script(plugins: str, name: str, *arguments: str) -> list[str]:
         timeout=SCRIPT_TIMEOUT_S,
     )
     return done.stdout.splitlines()
+
+
+def _last_error(lines: Sequence[str]) -> str:
+    errors = [line for line in lines if "Error" in line]
+    return next((line[-300:] for line in reversed([*lines, *errors]) if line.strip()), "no result")
 
 
 # --- EPLB over NIXL -------------------------------------------------------------------------
@@ -442,7 +446,7 @@ def _planted(plant: str, plugins: str) -> list[Finding]:
     lines = _script(plugins, Path(__file__).name, "--nixl", plant)
     found = marks.read(lines)
     if len(found) != 2:
-        return [Finding(False, lines[-1] if lines else "no result")]
+        return [Finding(False, _last_error(lines))]
     if not all(found):
         return [Finding(False, "taken without a word")]
     alike = found[0] == found[1]
