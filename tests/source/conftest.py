@@ -13,7 +13,7 @@ from trees import drive, tree_of
 from vllm_moe_dp_fix.registry import FIX_IDS, load
 from vllm_moe_dp_fix.releases import RELEASES
 
-Cell = tuple[str, str]
+Cell = tuple[str, str]  # a release, and a fault or a way to start replicas
 Report = dict[str, Any]
 _cells = pytest.StashKey[dict[Cell, bool]]()
 _wanted = pytest.StashKey[set[Cell]]()
@@ -83,15 +83,23 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     for release in RELEASES:
         line = f"{release:<8}"
         for _, fault_id in faults:
-            passed = cells.get((release, fault_id))
-            if passed is None:
-                mark = "HOLE" if (release, fault_id) in config.stash[_wanted] else "-"
-            elif passed:
-                mark = "✓" if Host.of(release).is_affected(AFFECTED[fault_id]) else "n.a."
-            else:
-                mark = "✗"
-            line += f"{mark:>9}"
+            right = "✓" if Host.of(release).is_affected(AFFECTED[fault_id]) else "n.a."
+            line += f"{_mark(config, (release, fault_id), right):>9}"
         terminalreporter.write_line(line)
     fixes = {fix_id: [f for i, f in faults if i == fix_id] for fix_id in FIX_IDS}
     for fix_id, ids in fixes.items():
         terminalreporter.write_line(f"{fix_id}: {', '.join(ids)}")
+
+    terminalreporter.section("independent replicas and vLLM release")
+    modes = sorted({name for _, name in config.stash[_wanted] if name.startswith("replicas")})
+    terminalreporter.write_line(" " * 48 + "".join(f"{release:>7}" for release in RELEASES))
+    for mode in modes:
+        marks = (f"{_mark(config, (release, mode), '✓'):>7}" for release in RELEASES)
+        terminalreporter.write_line(f"{mode:<48}{''.join(marks)}")
+
+
+def _mark(config: pytest.Config, cell: Cell, right: str) -> str:
+    passed = config.stash[_cells].get(cell)
+    if passed is None:
+        return "HOLE" if cell in config.stash[_wanted] else "-"
+    return right if passed else "✗"

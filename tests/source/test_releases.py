@@ -41,7 +41,8 @@ def _cases() -> Iterator[Any]:
                 # What must not change counts for all faults of the fix.
                 faults = _shown(check, release) or check.faults
                 faults = faults or [fault.id for fault in load(check.fix).faults]
-                marks = [pytest.mark.cell(release, fault) for fault in faults]
+                modes = [name] if name.startswith("replicas") else []
+                marks = [pytest.mark.cell(release, shown) for shown in (*faults, *modes)]
                 yield pytest.param(release, name, marks=marks, id=f"{release}-{name}")
 
 
