@@ -33,9 +33,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from vllm_moe_dp_fix import settings
+
 MODELS = ("qwen3-moe", "gemma4-moe")
 PLUGINS = "moe_dp_dispatch,moe_dp_all_gather"
-EXPERTS = "VLLM_MOE_DP_FIX_EXPERTS"
 PLUGIN_LINE = r"(moe_dp_\w+ on vLLM|experts: )"
 START_TIMEOUT_S = 420
 ANSWER_TIMEOUT_S = 180
@@ -398,8 +399,8 @@ class Outcome:
         if lane.same_tokens and self.after.tokens != self.reference.tokens:
             found.append("the tokens differ from those of one rank")
         are_replicas = any("independent replicas" in line for line in self.after.plugin)
-        if os.environ.get(EXPERTS) == "replicated" and not are_replicas:
-            found.append(f"the ranks were no replicas, though {EXPERTS} asks for them")
+        if settings.experts() == "replicated" and not are_replicas:
+            found.append(f"the ranks were no replicas, though {settings.EXPERTS} asks for them")
         return found
 
 

@@ -90,12 +90,16 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     for fix_id, ids in fixes.items():
         terminalreporter.write_line(f"{fix_id}: {', '.join(ids)}")
 
+    fault_ids = {fault_id for _, fault_id in faults}
+    modes = sorted({name for _, name in config.stash[_wanted]} - fault_ids)
+    if not modes:
+        return
     terminalreporter.section("independent replicas and vLLM release")
-    modes = sorted({name for _, name in config.stash[_wanted] if name.startswith("replicas")})
-    terminalreporter.write_line(" " * 48 + "".join(f"{release:>7}" for release in RELEASES))
+    width = max(map(len, modes)) + 1
+    terminalreporter.write_line(" " * width + "".join(f"{release:>7}" for release in RELEASES))
     for mode in modes:
         marks = (f"{_mark(config, (release, mode), '✓'):>7}" for release in RELEASES)
-        terminalreporter.write_line(f"{mode:<48}{''.join(marks)}")
+        terminalreporter.write_line(f"{mode:<{width}}{''.join(marks)}")
 
 
 def _mark(config: pytest.Config, cell: Cell, right: str) -> str:

@@ -95,13 +95,6 @@ def _independent_engine(*args: Any, **kwargs: Any) -> Any:
     return core.EngineCoreProc(*args, engine_index=index, **kwargs)
 
 
-def _disagreement(here: str, there: str) -> ReplicasRefusedError:
-    return ReplicasRefusedError(
-        f"The experts of this node's ranks are {here}, those of rank 0 {there}. Set "
-        f"{settings.EXPERTS} alike on all nodes; with auto, their devices must be alike."
-    )
-
-
 @contextlib.contextmanager
 def _greeted_alike(engine: Any) -> Iterator[None]:
     """Lets no engine wait for others where its node and that of rank 0 differ over replicas.
@@ -119,16 +112,20 @@ def _greeted_alike(engine: Any) -> Iterator[None]:
         told = signature.bind(*args, **kwargs).arguments.get("parallel_config")
         if told is None or told.enable_elastic_ep:
             return original(*args, **kwargs)
-        if told.data_parallel_size == 1:
-            addresses = original(*args, **kwargs)
-            if is_replicated(told) and told.data_parallel_size > 1:
-                raise _disagreement("replicated", "sharded")
-            return addresses
+        is_replica = is_replicated(told)
+        if told.data_parallel_size == 1 and not is_replica:
+            return original(*args, **kwargs)
         port, told.data_parallel_master_port = told.data_parallel_master_port, None
         addresses = original(*args, **kwargs)
-        if told.data_parallel_master_port is None:
+        meets_replicas = told.data_parallel_master_port is None
+        if meets_replicas:
             told.data_parallel_master_port = port
-            raise _disagreement("sharded", "replicated")
+        if is_replica != meets_replicas:
+            here, there = ("replicated", "sharded") if is_replica else ("sharded", "replicated")
+            raise ReplicasRefusedError(
+                f"The experts of this node's ranks are {here}, those of rank 0 {there}. Set "
+                f"{settings.EXPERTS} alike on all nodes; with auto, their devices must be alike."
+            )
         return addresses
 
     engine.startup_handshake = staticmethod(startup_handshake)
