@@ -21,6 +21,7 @@ import checks_dispatch as dispatch
 import checks_mxfp4 as mxfp4
 import checks_nixl as nixl
 import checks_replicas as replicas
+import ports
 import torch
 import twins
 import world
@@ -283,6 +284,7 @@ IMPORTS = (
 def main(output: Path, names: list[str]) -> None:
     import vllm
 
+    ports.hand_out()
     for name in IMPORTS:
         importlib.import_module(name)
     if importlib.util.find_spec(EPLB_COMMUNICATOR):  # from 0.20.0
