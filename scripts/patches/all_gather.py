@@ -94,13 +94,14 @@ CPU_TEST = '''"""all_gatherv and reduce_scatterv of the CPU communicator, on two
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-from vllm.utils.network_utils import get_open_port
 
 SIZES = [3, 2]
 
@@ -131,10 +132,8 @@ CHECKS = {
 }
 
 
-def _rank(rank: int, port: int) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
-    )
+def _rank(rank: int, meeting: str) -> None:
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
     group = dist.group.WORLD
     communicator = CpuCommunicator(group, torch.device("cpu"), group)
     for dtype, checks in CHECKS.items():
@@ -144,8 +143,8 @@ def _rank(rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
-def test_two_ranks() -> None:
-    mp.spawn(_rank, (get_open_port(),), 2)
+def test_two_ranks(tmp_path: Path) -> None:
+    mp.spawn(_rank, (f"file://{tmp_path}/meeting",), 2)
 '''
 
 
