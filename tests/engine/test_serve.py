@@ -23,6 +23,7 @@ import pytest
 from scripts import demo
 
 SPY = Path(__file__).parent / "spy"
+END_TIMEOUT_S = 120
 
 
 @dataclass
@@ -31,11 +32,14 @@ class Replicas:
 
     Attributes:
         done: The requests that each engine has answered.
+        last_words: What it wrote once an engine was killed; ``exit_code`` is its own after that.
     """
 
     case: demo.Case
     log: str
     done: dict[str, float]
+    last_words: str
+    exit_code: int
 
 
 @dataclass
@@ -84,11 +88,23 @@ def _serve_replicas(model: Path, lane: demo.Lane, name: str, is_balanced: bool =
         with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics") as answer:
             metrics = answer.read().decode()
         log = server.text
+        exit_code = _kill_engine(server, "EngineCore_DP1")
+        last_words = server.text[len(log) :]
     done = {"0": 0.0, "1": 0.0}
     pattern = r'^vllm:request_success_total\{.*engine="(\d)".*\} ([\d.]+)$'
     for engine, count in re.findall(pattern, metrics, re.MULTILINE):
         done[engine] += float(count)
-    return Replicas(case, log, done)
+    return Replicas(case, log, done, last_words, exit_code)
+
+
+def _kill_engine(server: demo.Server, name: str) -> int:
+    """The exit code of the server, which ends without that engine."""
+    import psutil  # comes with vLLM
+
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+    (engine,) = (p for p in processes if name in " ".join(p.cmdline()))
+    engine.kill()
+    return server.process.wait(END_TIMEOUT_S)
 
 
 def _with_two_workers(lane: demo.Lane) -> demo.Lane:
@@ -202,3 +218,10 @@ def test_requests_are_balanced_over_replicas(served: Served) -> None:
     """Each has its share where no request names a rank."""
     assert sum(served.wide.done.values()) == len(demo.REQUESTS)
     assert min(served.wide.done.values()) > 0, served.wide.done
+
+
+def test_a_replica_that_dies_ends_the_server(served: Served) -> None:
+    """As an engine of a dense model does; what is in front of it can send requests elsewhere."""
+    for replicas in (served.replicated, served.wide):
+        assert replicas.exit_code == 1
+        assert "EngineCore_DP1 died unexpectedly" in replicas.last_words
